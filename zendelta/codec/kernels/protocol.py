@@ -1,0 +1,77 @@
+"""What every set of kernels offers: the CPU's, and plain torch's on any device."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+ENCODE, RESIDUAL, MOMENTS = 3, 5, 3
+"""Sums per row that the three measuring kernels return."""
+
+SEGMENT = 1 << 16
+"""Columns over which a kernel may add up; longer rows are handed over in such pieces, so that no sum depends on the
+block size."""
+
+
+class Kernels(Protocol):
+    """Passes over a block of `rows` x `cols` entries, row after row without gaps.
+
+    Values come as uint8 arrays of raw little-endian bytes with their safetensors dtype (F64, F32, F16 or BF16); sign
+    bits as uint8 arrays of `rows` x ceil(cols / 8) bytes plus one spare byte at the end; alphas as float32 of `rows`.
+    Neither rows nor cols is zero. Deltas are fine-tuned minus base, rounded once to float32.
+    """
+
+    block_bytes: int
+
+    def buffer(self, nbytes: int) -> Array:
+        """Return uint8 memory of `nbytes` to read into, from which copies to the device are fast."""
+        ...
+
+    def encode(
+        self, base: Array, base_dtype: str, ft: Array, ft_dtype: str, rows: int, cols: int, first_row: int, bits: Array
+    ) -> Floats:
+        """Write the delta's sign bits; return float64 [rows, 3]: sum of its sizes, sum of squares, exact zeros.
+
+        An exact zero counts as +1 where (first_row + row) + column is even. A sum that is not finite tells of a
+        NaN or an infinity in the row.
+        """
+        ...
+
+    def decode(
+        self, base: Array, base_dtype: str, bits: Array, alpha: Array, rows: int, cols: int, out: Array, out_dtype: str
+    ) -> int:
+        """Write base + alpha * sign, added in float32 (float64 where a side is F64) and rounded once to `out_dtype`.
+
+        What would overflow is clamped to the largest finite value; returns how many entries that were.
+        """
+        ...
+
+    def residual(
+        self,
+        base: Array,
+        base_dtype: str,
+        ft: Array,
+        ft_dtype: str,
+        bits: Array,
+        alpha: Array,
+        rows: int,
+        cols: int,
+        out_dtype: str,
+    ) -> Floats:
+        """Return float64 [rows, 5] on the delta d and the restored weight r (decode's):
+
+        sum (d - alpha s)^2, sum d alpha s, max |d - (r - base)|, count of r = base, sum (d - (r - base))^2.
+        """
+        ...
+
+    def moments(self, base: Array, base_dtype: str, ft: Array, ft_dtype: str, rows: int, cols: int) -> Floats:
+        """Return float64 [rows, 3]: sums of base^2, base * fine-tuned, fine-tuned^2."""
+        ...
+
+    def convert(self, values: Array, dtype: str, count: int, out: Array, out_dtype: str) -> int:
+        """Write `count` values rounded once to `out_dtype`; returns how many were clamped (see decode)."""
+        ...

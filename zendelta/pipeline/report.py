@@ -1,0 +1,66 @@
+"""What the verbs report about tensors, and the sums over a whole model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and in all."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor of a ``.bd`` file or of a plan.
+
+    Attributes:
+        codec: its codecs joined with ``+``; ``same`` where it equals the base's; ``alias`` where another one's.
+        raw_bytes: its size in the fine-tune.
+        stored_bytes: its size in the ``.bd`` file; in a plan the most it can be.
+        error: relative error of the restored delta; None where there is no delta (or none yet, in a plan).
+        zeros: share of entries that did not change; None likewise.
+        source: the base's tensor, or the tensor that an alias repeats, or None.
+        reason: why this codec; empty where only the file is known.
+    """
+
+    name: str
+    codec: str
+    dtype: str
+    shape: tuple[int, ...]
+    raw_bytes: int
+    stored_bytes: int
+    error: float | None
+    zeros: float | None
+    source: str | None
+    reason: str = ""
+    square_sum: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return {**asdict(self), "shape": list(self.shape)}
+
+
+def overall_error(tensors: Iterable[tuple[float | None, float]]) -> float | None:
+    """Return the relative error over several deltas, from each one's (relative error, sum of squares)."""
+    pairs = [(error, square) for error, square in tensors if error is not None]
+    total = sum(square for _, square in pairs)
+    if not pairs:
+        return None
+    return math.sqrt(sum(error * error * square for error, square in pairs) / total) if total > 0 else 0.0
+
+
+def by_codec(tensors: Iterable[TensorReport]) -> dict[str, dict[str, int]]:
+    """Return {codec: {tensors, raw_bytes, stored_bytes}}, most bytes first."""
+    groups: dict[str, dict[str, int]] = {}
+    for tensor in tensors:
+        group = groups.setdefault(tensor.codec, {"tensors": 0, "raw_bytes": 0, "stored_bytes": 0})
+        group["tensors"] += 1
+        group["raw_bytes"] += tensor.raw_bytes
+        group["stored_bytes"] += tensor.stored_bytes
+    return dict(sorted(groups.items(), key=lambda item: -item[1]["stored_bytes"]))
