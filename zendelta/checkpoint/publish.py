@@ -212,15 +212,16 @@ def _places(given: Path) -> _Places:
     return _Places(given, final, *(final.with_name(f".{name}{suffix}") for suffix in (TEMPORARY, _ASIDE, _LOCK)))
 
 
-def _lock(place: _Places) -> int | None:
-    """Take the lock of an output, a file descriptor; None where the system has no locks."""
+def _lock(place: _Places) -> io.FileIO | None:
+    """Take the lock of an output, an open file; None where the system has no locks."""
     if sys.platform == "win32":
         return None
     while True:
-        handle = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        # A file object, not a descriptor: it is closed also if Ctrl-C comes before anybody could say so.
+        file = io.FileIO(place.lock, "a", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(
                     f"another run is writing {place.given} right now", f"wait for it to end, or {_ELSEWHERE}"
@@ -229,27 +230,27 @@ def _lock(place: _Places) -> int | None:
                 if error.errno not in _NO_LOCKS:
                     raise
             # The run that held the lock removes the file at its end: a lock on a removed file guards nothing.
-            found = os.fstat(handle)
+            found = os.fstat(file.fileno())
             if _identity(place.lock) == (found.st_dev, found.st_ino):
-                return handle
+                return file
         except BaseException:
-            os.close(handle)
+            file.close()
             raise
-        os.close(handle)
+        file.close()
 
 
 @contextmanager
 def _locked(place: _Places) -> Iterator[None]:
     """Hold the lock of an output. Raises UsageError while another run holds it."""
     with disk_errors(place.given):
-        handle = _lock(place)
+        file = _lock(place)
     try:
         yield
     finally:
-        if handle is not None:
+        if file is not None:
             with suppress(OSError):
                 place.lock.unlink()
-            os.close(handle)
+            file.close()
 
 
 def _remove(path: Path) -> None:

@@ -58,12 +58,16 @@ class Checkpoint:
     _reads: dict[str, Read] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, where: str | os.PathLike[str], *, quiet: bool = True) -> Checkpoint:
+    def open(cls, where: Where, *, quiet: bool = True) -> Checkpoint:
         """Find a checkpoint (a folder, a ``.safetensors`` file or a hub id) and read its headers.
+
+        One that is open already is returned as it is. Unless `quiet`, a download shows its progress on a terminal.
 
         Raises:
             InputError: nothing there, something else than a checkpoint, or files that are missing or damaged.
         """
+        if isinstance(where, Checkpoint):
+            return where
         found = locate(where, quiet=quiet)
         checkpoint = cls(found.path, found.name, found.revision, {})
         files, mapped = _weight_files(found.path, checkpoint.warnings)
@@ -129,6 +133,10 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+Where = str | os.PathLike[str] | Checkpoint
+"""Wherever a checkpoint is taken: a path, a hub id, or one that is open."""
 
 
 def _weight_files(path: Path, warnings: list[str]) -> tuple[list[Path], dict[str, str]]:

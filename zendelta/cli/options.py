@@ -29,6 +29,18 @@ def _dtype(value: str | None) -> str | None:
     return value
 
 
+_CHECKPOINT = "a folder, a .safetensors file, or a hub id such as org/name or org/name@revision"
+
+# Texts, not paths: a hub id must arrive as it was typed.
+Base = Annotated[
+    str, typer.Argument(metavar="BASE", help=f"The base model: {_CHECKPOINT}.", rich_help_panel=INPUT)
+]
+Finetuned = Annotated[
+    str, typer.Argument(metavar="FT", help="The fine-tuned model, given in the same ways.", rich_help_panel=INPUT)
+]
+Delta = Annotated[
+    str, typer.Argument(metavar="DELTA.bd", help="The file that `zendelta compress` wrote.", rich_help_panel=INPUT)
+]
 OutputPath = Annotated[
     Path, typer.Option("-o", "--output", metavar="PATH", help="Where the result is written.", rich_help_panel=OUTPUT)
 ]

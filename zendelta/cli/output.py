@@ -84,7 +84,8 @@ class Output:
 
         Args:
             data: the JSON object, without its schema_version: a mapping or a dataclass.
-            views: the same for people: tables, bars, lines of text (in a `str` markup means nothing).
+            views: the same for people: tables, bars, lines of text (in a `str` markup means nothing). A blank line
+                stands between two views, unless both are text.
             failure: a check that said no (validate over its threshold); raised once the result stands, and part of
                 the JSON object as `error`.
         """
@@ -92,7 +93,9 @@ class Output:
             plain = {"schema_version": SCHEMA_VERSION, **_plain(data)}
             self._print_json(plain if failure is None else plain | _error_object(failure))
         else:
-            for view in views:
+            for before, view in zip((None, *views), views, strict=False):
+                if before is not None and not (isinstance(before, str) and isinstance(view, str)):
+                    self._print("")
                 self._print("\n".join(map(clean, view.split("\n"))) if isinstance(view, str) else view)
         if failure is not None:
             raise Reported(failure)

@@ -25,7 +25,11 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def size(count: float) -> str:
+class Number(str):
+    """A number that is text already, such as `12.3 kB`: it stands on the right of its column like other numbers."""
+
+
+def size(count: float) -> Number:
     """A number of bytes, to three digits, in units of a thousand.
 
     >>> [size(n) for n in (0, 999, 1000, 12345, 8.75e9, 140e9, 2.5e12)]
@@ -34,9 +38,22 @@ def size(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB", "TB"):
         digits = f"{count:.3g}"
         if abs(float(digits)) < 1000:
-            return f"{digits} {unit}"
+            return Number(f"{digits} {unit}")
         count /= 1000
-    return f"{count:,.3g} PB"
+    return Number(f"{count:,.3g} PB")
+
+
+def percent(share: float) -> Number:
+    """A share of a whole; neither nothing nor everything is said of what is only near it.
+
+    >>> [percent(s) for s in (0, 0.00003, 0.0123, 0.5, 0.98765, 0.99999, 1, 1.4142)]
+    ['0 %', '<0.01 %', '1.2 %', '50 %', '98.8 %', '>99.9 %', '100 %', '141 %']
+    """
+    if 0 < share < 0.0001:
+        return Number("<0.01 %")
+    if 0.9995 <= share < 1:
+        return Number(">99.9 %")
+    return Number(f"{100 * share:.{2 if share < 0.1 else 3}g} %")
 
 
 def duration(seconds: float) -> str:
@@ -58,6 +75,8 @@ def duration(seconds: float) -> str:
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
     """A table of plain cells; columns of numbers stand on the right, whole numbers with thousands separators.
 
+    A `None` is shown as a dash.
+
     Args:
         headers: one for each column.
         rows: cells, whose texts may come from anywhere: they are cleaned, and markup in them means nothing. A cell
@@ -65,13 +84,37 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         title: stands above the table.
     """
     rows = [list(row) for row in rows]
-    grid = Table(box=box.SIMPLE_HEAD, title=Text(clean(title)) if title else None, title_justify="left", pad_edge=False)
+    grid = Table(
+        box=box.SIMPLE_HEAD,
+        title=Text(clean(title)) if title else None,
+        title_justify="left",
+        title_style="bold",
+        header_style="",
+        border_style="dim",
+        pad_edge=False,
+        show_edge=False,
+    )
     for index, header in enumerate(headers):
         numbers = [row[index] for row in rows if row[index] is not None]
-        right = bool(numbers) and all(isinstance(cell, int | float) for cell in numbers)
+        right = bool(numbers) and all(isinstance(cell, int | float | Number) for cell in numbers)
         grid.add_column(Text(header), justify="right" if right else "left", overflow="fold")
     for row in rows:
         grid.add_row(*(_cell(cell) for cell in row))
+    return grid
+
+
+def facts(rows: Iterable[tuple[str, str | None]]) -> Table:
+    """Lines of a name and what is to be said of it, in two columns.
+
+    Args:
+        rows: those whose second part is None or empty are left out.
+    """
+    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, said in rows:
+        if said:
+            grid.add_row(Text(name), Text(clean(said)))
     return grid
 
 

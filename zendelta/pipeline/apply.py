@@ -11,7 +11,7 @@ from zendelta.bdfile import BdFile, Entry
 from zendelta.checkpoint.disk import check_space, free_bytes
 from zendelta.checkpoint.fingerprint import of_bytes
 from zendelta.checkpoint.publish import check_output, refuse_overlap, staged_folder
-from zendelta.checkpoint.reader import Checkpoint
+from zendelta.checkpoint.reader import Checkpoint, Where
 from zendelta.checkpoint.sidecar import set_config_dtype, write_side_file
 from zendelta.checkpoint.writer import CheckpointWriter, TensorSpec, parse_size
 from zendelta.codec.kernels import kernels_for
@@ -54,7 +54,7 @@ class ApplyReport:
 
 
 def apply(
-    base: str | os.PathLike[str],
+    base: Where,
     delta: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,

@@ -15,7 +15,7 @@ from zendelta.bdfile import BdFile, BdWriter, Content, Entry, array_name, side_a
 from zendelta.checkpoint.disk import check_space, free_bytes
 from zendelta.checkpoint.fingerprint import Fingerprint, of_bytes, of_model
 from zendelta.checkpoint.publish import check_output, refuse_overlap, staged_file
-from zendelta.checkpoint.reader import Checkpoint
+from zendelta.checkpoint.reader import Checkpoint, Where
 from zendelta.codec import CODECS
 from zendelta.codec.kernels import Kernels, kernels_for
 from zendelta.codec.matrix import as_matrix
@@ -36,7 +36,9 @@ class CompressReport:
     """What `compress` did, or with `dry_run` what it would do.
 
     Attributes:
-        output_bytes: size of the ``.bd`` file (in a plan: the most it can be); `file_bytes` of it are carried files.
+        output_bytes: size of the ``.bd`` file (in a plan: the most it can be); `file_bytes` of it are carried files,
+            `header_bytes` its header.
+        ratio: size of the fine-tune's tensors to that of the file; `ratio_without_files` without the carried files.
         finetuned_bytes: size of the fine-tune's tensors.
         bits_per_weight: bits of the file per entry of the fine-tune, carried files left out.
         error: relative error of the restored delta over all tensors that have one.
@@ -58,7 +60,9 @@ class CompressReport:
     finetuned_bytes: int
     output_bytes: int
     file_bytes: int
+    header_bytes: int
     ratio: float
+    ratio_without_files: float
     bits_per_weight: float
     error: float | None
     peak_memory: int
@@ -79,8 +83,8 @@ class CompressReport:
 
 
 def compress(
-    base: str | os.PathLike[str],
-    finetuned: str | os.PathLike[str],
+    base: Where,
+    finetuned: Where,
     output: str | os.PathLike[str],
     *,
     alpha: str = "row",
@@ -399,7 +403,9 @@ class _Compression:
             finetuned_bytes=plan.ft.nbytes,
             output_bytes=size,
             file_bytes=self.file_bytes,
+            header_bytes=size - self.file_bytes - sum(tensor.stored_bytes for tensor in tensors),
             ratio=plan.ft.nbytes / size,
+            ratio_without_files=plan.ft.nbytes / (size - self.file_bytes),
             bits_per_weight=8 * (size - self.file_bytes) / max(entries, 1),
             error=overall_error((tensor.error, tensor.square_sum) for tensor in tensors),
             peak_memory=self.threads * buffers + 4 * self._room,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from zendelta.checkpoint.reader import Checkpoint
+from zendelta.checkpoint.reader import Checkpoint, Where
 from zendelta.codec.dense import difference
 from zendelta.codec.kernels import Kernels, kernels_for
 from zendelta.codec.kernels.protocol import Floats
@@ -75,8 +74,8 @@ class DiffReport:
 
 
 def diff(
-    base: str | os.PathLike[str],
-    finetuned: str | os.PathLike[str],
+    base: Where,
+    finetuned: Where,
     *,
     device: str = "auto",
     threads: int | None = None,

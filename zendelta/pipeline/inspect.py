@@ -42,7 +42,9 @@ class InspectReport:
 
     Attributes:
         base, finetuned: name, revision and fingerprint of each, as recorded.
-        bytes: size of the file; `finetuned_bytes` is that of the tensors it restores.
+        bytes: size of the file; `file_bytes` of it are carried files, `header_bytes` its header.
+        finetuned_bytes: size of the tensors that it restores.
+        ratio: `finetuned_bytes` to `bytes`; `ratio_without_files` without the carried files.
         bits_per_weight: bits of the file per entry restored, carried files left out.
         layers: by layer, in order; tensors outside layers are one group.
         kinds: by kind of matrix: names without their layer's and expert's numbers.
@@ -55,9 +57,12 @@ class InspectReport:
     finetuned: dict[str, Any]
     options: dict[str, Any]
     bytes: int
+    file_bytes: int
+    header_bytes: int
     finetuned_bytes: int
     weights: int
     ratio: float
+    ratio_without_files: float
     bits_per_weight: float
     error: float | None
     zeros: float | None
@@ -90,6 +95,7 @@ def inspect(delta: str | os.PathLike[str]) -> InspectReport:
         path: file.arrays[side_array(path)].nbytes if entry["from"] == "file" else 0
         for path, entry in sorted(content.files.items())
     }
+    file_bytes = sum(files.values())
     restored = [*content.tensors.values(), *(content.tensors[target] for target in content.aliases.values())]
     raw = sum(as_matrix(entry.shape).size * DTYPE_BYTES[entry.dtype] for entry in restored)
     weights = sum(as_matrix(entry.shape).size for entry in restored)
@@ -100,10 +106,13 @@ def inspect(delta: str | os.PathLike[str]) -> InspectReport:
         finetuned=content.finetuned,
         options=content.options,
         bytes=file.nbytes,
+        file_bytes=file_bytes,
+        header_bytes=file.nbytes - file_bytes - sum(tensor.stored_bytes for tensor in tensors),
         finetuned_bytes=raw,
         weights=weights,
         ratio=raw / file.nbytes,
-        bits_per_weight=8 * (file.nbytes - sum(files.values())) / max(weights, 1),
+        ratio_without_files=raw / (file.nbytes - file_bytes),
+        bits_per_weight=8 * (file.nbytes - file_bytes) / max(weights, 1),
         error=overall_error((tensor.error, tensor.square_sum) for tensor in tensors),
         zeros=_zeros(tensors),
         codecs=by_codec(tensors),

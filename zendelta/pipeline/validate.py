@@ -12,7 +12,7 @@ import numpy as np
 
 from zendelta.bdfile import BdFile, Entry
 from zendelta.checkpoint.fingerprint import of_model
-from zendelta.checkpoint.reader import Checkpoint
+from zendelta.checkpoint.reader import Checkpoint, Where
 from zendelta.codec.dense import difference
 from zendelta.codec.kernels import Kernels, kernels_for
 from zendelta.codec.kernels.protocol import Array, Floats
@@ -99,8 +99,8 @@ class ValidateReport:
 
 
 def validate(
-    base: str | os.PathLike[str],
-    finetuned: str | os.PathLike[str],
+    base: Where,
+    finetuned: Where,
     delta: str | os.PathLike[str],
     *,
     max_error: float | None = None,
@@ -211,7 +211,8 @@ def _has(checkpoint: Checkpoint, name: str) -> bool:
 
 @dataclass
 class _Measured:
-    """What a worker found in a block: the recomputed bits and sums, the file's parts, and the residual's sums."""
+    """What a worker found in a block: the recomputed bits and sums, the file's parts, and the residual's sums with
+    the alphas multiplied in."""
 
     bits: Array | None
     sums: Floats | None
@@ -267,6 +268,8 @@ class _Validation:
         residual = self.kernels.residual(
             base.data, base.dtype, ft.data, ft.dtype, parts["sign"], alphas, block.rows, block.cols, entry.dtype
         )
+        wide = alphas.astype(np.float64)
+        residual = np.column_stack((residual, wide * residual[:, 0], block.cols * wide * wide))
         return _Measured(bits, sums, residual, parts, False)
 
     def _fold(self, part: Part, found: _Measured) -> None:
@@ -300,7 +303,7 @@ class _Tensor:
             for term in entry.terms
         ]
         self.exact = DeltaStats()  # of terms that hold the values themselves, and of unchanged tensors
-        self.residual: Floats = np.zeros(5)  # see Kernels.residual; the third is a maximum
+        self.residual: Floats = np.zeros(6)  # see Kernels.residual, then sum alpha d s and sum alpha^2
         self.unequal = False
         self.flipped = 0
         self.ulps = 0
@@ -321,9 +324,9 @@ class _Tensor:
             for piece in encoder.fold(part.block, (found.bits, found.sums)):  # make the alphas again
                 if piece.role == "alpha":
                     self._compare(part.term, piece.offset, piece.data)
-            worst = max(self.residual[2], float(found.residual[:, 2].max()))
+            worst = max(self.residual[1], found.residual[:, 1].max())
             self.residual = running_sums(self.residual, found.residual)
-            self.residual[2] = worst
+            self.residual[1] = worst
         if self.entry.terms:
             term = self.entry.terms[part.term]
             role = "sign" if term.codec == "sign" else "values"
@@ -357,11 +360,10 @@ class _Tensor:
                 signs=None, alpha_ulps=None, unmoved=zeros, zeros=zeros, square_sum=square, weights=weights,
                 faults=faults,
             )  # fmt: skip
-        e2, dot, worst, left, after2 = self.residual.tolist()
-        restored = square + e2 - 2 * (square - dot)  # ||r||^2 = ||d - r||^2 - ||d||^2 + 2 <d, r>
+        _, worst, left, after2, dot, restored = self.residual.tolist()
         return TensorCheck(
             name=self.aligned.ft.name, codec=entry.codec,
-            error=relative_error(square, e2), error_rounded=relative_error(square, after2),
+            error=relative_error(square, square - 2 * dot + restored), error_rounded=relative_error(square, after2),
             cosine=dot / math.sqrt(square * restored) if square > 0 and restored > 0 else None,
             worst=worst, signs=1 - self.flipped / max(stats.count, 1), alpha_ulps=self.ulps,
             unmoved=left / max(stats.count, 1), zeros=zeros, square_sum=square, weights=weights, faults=faults,

@@ -114,10 +114,22 @@ class Kernel:
 
     def delta(self, b: Value, f: Value) -> Value:
         """Fine-tuned minus base, rounded once to float32."""
-        if "double" not in (b.kind, f.kind):
-            return Value(self.op("fsub <16 x float>", f.reg, b.reg), "float")
-        wide = self.op("fsub <16 x double>", self.widened(f), self.widened(b))
-        return Value(self.op(f"fptrunc <16 x double> {wide} to <16 x float>"), "float")
+        d = self.difference(f, b)
+        if d.kind == "float":
+            return d
+        return Value(self.op(f"fptrunc <16 x double> {d.reg} to <16 x float>"), "float")
+
+    def difference(self, x: Value, y: Value) -> Value:
+        """x minus y, in float32, or in float64 where a side is that wide."""
+        if "double" not in (x.kind, y.kind):
+            return Value(self.op("fsub <16 x float>", x.reg, y.reg), "float")
+        return Value(self.op("fsub <16 x double>", self.widened(x), self.widened(y)), "double")
+
+    def equal(self, x: Value, y: Value) -> str:
+        """The lanes in which x equals y, as the bits of an i16."""
+        if "double" not in (x.kind, y.kind):
+            return self.mask(f"fcmp oeq <16 x float> {x.reg}, {y.reg}")
+        return self.mask(f"fcmp oeq <16 x double> {self.widened(x)}, {self.widened(y)}")
 
     def restored(self, b: Value, *, wide: bool) -> Value:
         """Base plus alpha times sign, in float32 (in float64 where base or output is F64). Sets %step."""
@@ -213,14 +225,15 @@ class Kernel:
         self.bits_pointer()
         self.body.append(f"store i16 {word}, ptr %bits.at, align 1")
 
-    def existing(self, value: str) -> str:
+    def existing(self, value: Value) -> Value:
         """Set the lanes without a column to zero."""
-        lanes = self.op("bitcast i16 %valid to <16 x i1>")
-        return self.op(f"select <16 x i1> {lanes}, <16 x double> {value}, <16 x double> zeroinitializer")
+        lanes, vector = self.op("bitcast i16 %valid to <16 x i1>"), f"<16 x {value.kind}>"
+        kept = self.op(f"select <16 x i1> {lanes}, {vector} {value.reg}, {vector} zeroinitializer")
+        return Value(kept, value.kind)
 
     def accumulate(self, name: str, value: str) -> None:
         self.sums[name] = "<16 x double>"
-        self.body.append(f"%sum.{name}.next = fadd <16 x double> %sum.{name}, {value}")
+        self.body.append(f"%sum.{name}.next = fadd contract <16 x double> %sum.{name}, {value}")
 
     def largest(self, name: str, value: str) -> None:
         self.sums[name] = "<16 x double>"

@@ -9,7 +9,7 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-ENCODE, RESIDUAL, MOMENTS = 3, 5, 3
+ENCODE, RESIDUAL, MOMENTS = 3, 4, 3
 """Sums per row that the three measuring kernels return."""
 
 SEGMENT = 1 << 16
@@ -62,9 +62,9 @@ class Kernels(Protocol):
         cols: int,
         out_dtype: str,
     ) -> Floats:
-        """Return float64 [rows, 5] on the delta d and the restored weight r (decode's):
+        """Return float64 [rows, 4] on the delta d, the signs s and the restored weights r, rounded as in decode:
 
-        sum (d - alpha s)^2, sum d alpha s, max |d - (r - base)|, count of r = base, sum (d - (r - base))^2.
+        sum d s, max |fine-tuned - r|, count of r = base, sum (fine-tuned - r)^2.
         """
         ...
 

@@ -70,14 +70,13 @@ class TorchKernels:
         with self._stream():
             b, f = self._load(base, base_dtype, rows, cols), self._load(ft, ft_dtype, rows, cols)
             step = self._step(bits, alpha, rows, cols)
-            d = _delta(b, f).double()
-            restored = self._restored(b, step, out_dtype)[0].double()
-            after = d - (restored - b.double())
+            d, plus = _delta(b, f).double(), self._signs(bits, rows, cols)
+            restored = self._restored(b, step, out_dtype)[0]
+            after = _difference(f, restored).double()
             sums = [
-                (d - step.double()).square().sum(1),
-                (d * step.double()).sum(1),
+                torch.where(plus, d, -d).sum(1),
                 after.abs().amax(1),
-                (restored == b.double()).sum(1).double(),
+                (restored.double() == b.double()).sum(1).double(),
                 after.square().sum(1),
             ]
             return _numpy(torch.stack(sums, 1))
@@ -117,11 +116,13 @@ class TorchKernels:
         raw = values.reshape(-1).contiguous().view(torch.uint8)
         torch.from_numpy(out)[: raw.numel()].copy_(raw)
 
-    def _step(self, bits: Array, alpha: Array, rows: int, cols: int) -> torch.Tensor:
+    def _signs(self, bits: Array, rows: int, cols: int) -> torch.Tensor:
         stride = (cols + 7) // 8
-        packed = self._to_device(bits[: rows * stride]).reshape(rows, stride)
+        return unpack(self._to_device(bits[: rows * stride]).reshape(rows, stride), cols)
+
+    def _step(self, bits: Array, alpha: Array, rows: int, cols: int) -> torch.Tensor:
         scale = self._to_device(alpha[:rows])[:, None]
-        return torch.where(unpack(packed, cols), scale, -scale)
+        return torch.where(self._signs(bits, rows, cols), scale, -scale)
 
     def _restored(self, b: torch.Tensor, step: torch.Tensor, out_dtype: str) -> tuple[torch.Tensor, int]:
         wide = torch.float64 if b.dtype == torch.float64 or out_dtype == "F64" else torch.float32
@@ -143,9 +144,12 @@ def unpack(packed: torch.Tensor, cols: int) -> torch.Tensor:
 
 
 def _delta(b: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-    if torch.float64 in (b.dtype, f.dtype):
-        return (f.double() - b.double()).float()
-    return f.float() - b.float()
+    return _difference(f, b).float()
+
+
+def _difference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    wide = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32
+    return x.to(wide) - y.to(wide)
 
 
 def _clamp(value: torch.Tensor, b: torch.Tensor, out_dtype: str) -> tuple[torch.Tensor, int]:
