@@ -43,6 +43,28 @@ def test_a_second_live_run_on_the_same_output_is_refused_and_harms_nothing(tmp_p
 
 
 @posix
+def test_a_lock_whose_holder_ended_just_before_it_was_taken_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / ".out.zendelta-lock"
+    real = publish.fcntl.flock
+    held: list[bool] = []
+
+    def flock(file: Any, operation: int) -> None:
+        if not held:
+            lock.unlink()  # as the run that held it does at its end
+        held.append(True)
+        real(file, operation)
+
+    monkeypatch.setattr(publish.fcntl, "flock", flock)
+    with staged_folder(tmp_path / "out") as folder:
+        model(folder, 1)
+        assert len(held) == 2
+        assert lock.exists()
+    assert version_of(tmp_path / "out") == 1
+
+
+@posix
 def test_many_threads_at_one_output_publish_it_whole_one_at_a_time(tmp_path: Path) -> None:
     final = tmp_path / "out"
     outcomes: list[str] = []
@@ -97,6 +119,7 @@ def test_an_old_folder_that_was_moved_aside_comes_back_before_anything_else(tmp_
         raise ValueError
     assert version_of(final) == 1
     model(tmp_path / ".out.zendelta-old", 0)
+    model(tmp_path / ".out.zendelta-tmp", 2)
     publish_folder(final, 3, force=True)
     assert version_of(final) == 3
     assert names(tmp_path) == ["out"]
@@ -145,6 +168,7 @@ def interrupt_before_line(number: int, work: Callable[[], None]) -> bool:
 def check_after_the_end(final: Path, put: Publisher, *, old: bool) -> None:
     """A complete old or new output stands (or the old one aside, complete), and the next run cleans up."""
     aside = final.with_name(".out.zendelta-old")
+    assert not aside.exists() or version_of(aside) == 1  # complete at any moment: it may be put back
     standing = version_of(final) if final.exists() else version_of(aside) if aside.exists() else 0
     assert standing in ((1, 2) if old else (0, 2))
     put(final, 3, force=True)

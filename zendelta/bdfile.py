@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,13 +21,15 @@ from zendelta._version import __version__
 from zendelta.checkpoint.fingerprint import Fingerprint, of_bytes
 from zendelta.checkpoint.header import MAX_HEADER_BYTES, ArrayInfo, parse_json, read_header
 from zendelta.checkpoint.reader import OpenFile
-from zendelta.checkpoint.sidecar import check_side_path, check_side_paths
+from zendelta.checkpoint.sidecar import check_side_paths
 from zendelta.codec import CODECS
 from zendelta.codec.matrix import Matrix, as_matrix
-from zendelta.dtypes import DTYPE_BYTES
+from zendelta.codec.stats import STATS
+from zendelta.dtypes import DTYPE_BYTES, FLOATING
 from zendelta.errors import InputError, listed
 
 FORMAT = 1
+T = TypeVar("T")
 _KEY = "zendelta"
 _WIDEST_INT = 10**19
 _WIDEST_FLOAT = -2.2250738585072014e-308
@@ -252,8 +254,11 @@ class BdFile:
         text = header.metadata.get(_KEY)
         if not isinstance(text, str):
             raise InputError(f"{path}: a safetensors file, but not a .bd file", "name a file made by zendelta compress")
-        file = cls(path, _parse(path, text), header.arrays)
-        _check_arrays(file)
+        try:
+            file = cls(path, _parse(path, text), header.arrays)
+            _check_arrays(file)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(path, f"the header lacks or misshapes a field ({error!r})") from None
         return file
 
     @property
@@ -315,28 +320,42 @@ def _parse(path: Path, text: str) -> Content:
     fields = parse_json(text, path, "the zendelta header")
     if not isinstance(fields, dict):
         raise _damaged(path, "the zendelta header is not an object")
-    found = fields.get("format")
-    if type(found) is int and found > FORMAT:
-        raise InputError(
-            f"{path}: format {found}; zendelta {__version__} knows format {FORMAT}", "upgrade zendelta to read it"
-        )
     check = fields.get("check")
     if not isinstance(check, str) or of_bytes(text.replace(f'"check":"{check}",', "", 1).encode()) != check:
         raise _damaged(path, "the header does not fit its own hash")
-    try:
-        tensors = {name: _entry(value) for name, value in fields["tensors"].items()}
-        return Content(
-            base=dict(fields["base"]),
-            finetuned=dict(fields["finetuned"]),
-            options=dict(fields["options"]),
-            tensors=tensors,
-            aliases=dict(fields["aliases"]),
-            dropped=list(fields["dropped"]),
-            files={name: dict(value) for name, value in fields["files"].items()},
-            writer=str(fields["writer"]),
+    found = _typed(fields["format"], int)
+    if found > FORMAT:
+        raise InputError(
+            f"{path}: format {found}; zendelta {__version__} knows format {FORMAT}", "upgrade zendelta to read it"
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(path, f"the header lacks or misshapes a field ({error!r})") from None
+    return Content(
+        base=_model(fields["base"]),
+        finetuned=_model(fields["finetuned"]),
+        options=dict(fields["options"]),
+        tensors={name: _entry(value) for name, value in fields["tensors"].items()},
+        aliases={name: _typed(value, str) for name, value in fields["aliases"].items()},
+        dropped=[_typed(name, str) for name in fields["dropped"]],
+        files={
+            name: {key: _typed(value[key], str) for key in ("fingerprint", "from")}
+            for name, value in fields["files"].items()
+        },
+        writer=_typed(fields["writer"], str),
+    )
+
+
+def _typed(value: Any, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} where {kind.__name__} is wanted")
+    return value
+
+
+def _model(value: dict[str, Any]) -> dict[str, Any]:
+    revision = value["revision"]
+    return {
+        "name": _typed(value["name"], str),
+        "revision": None if revision is None else _typed(revision, str),
+        "fingerprint": _typed(value["fingerprint"], str),
+    }
 
 
 def _entry(value: dict[str, Any]) -> Entry:
@@ -344,17 +363,23 @@ def _entry(value: dict[str, Any]) -> Entry:
     for term in value["terms"]:
         rest = {key: item for key, item in term.items() if key not in ("codec", "rows", "parts")}
         first, last = term["rows"]
-        terms.append(Term(term["codec"], (first, last), dict(term["parts"]), rest))
+        parts = {role: _typed(array, str) for role, array in term["parts"].items()}
+        terms.append(Term(_typed(term["codec"], str), (first, last), parts, rest))
+    source, base, stats = value["from"], value["base"], value["stats"]
+    if (source is None) != (base is None):
+        raise ValueError(f"from {source!r} with the fingerprint {base!r}")
+    if stats and (stats.keys() != set(STATS) or any(type(number) not in (int, float) for number in stats.values())):
+        raise ValueError(f"stats {stats}")
     entry = Entry(
-        value["from"],
-        value["dtype"],
-        tuple(value["shape"]),
-        value["base"],
+        None if source is None else _typed(source, str),
+        _typed(value["dtype"], str),
+        tuple(_typed(size, int) for size in value["shape"]),
+        None if base is None else _typed(base, str),
         tuple(terms),
-        value["payload"],
-        value["stats"],
+        _typed(value["payload"], str),
+        _typed(stats, dict),
     )
-    if list(entry.matrix) != value["matrix"]:
+    if list(entry.matrix) != value["matrix"] or min(entry.shape, default=0) < 0:
         raise ValueError(f"matrix {value['matrix']} for the shape {value['shape']}")
     return entry
 
@@ -390,20 +415,21 @@ def _check_arrays(file: BdFile) -> None:
                 claim(name, term.parts[role], dtype, shape)
         if entry.terms and reached != entry.matrix.all_rows:
             raise _damaged(path, f"{name}: its terms end at row {reached} of {entry.matrix.all_rows}")
-        if entry.source is None and any(term.codec != "new" for term in entry.terms):
+        if entry.source is None and entry.codec != "new":
             raise _damaged(path, f"{name}: has no base tensor, but a delta")
+        if entry.dtype not in FLOATING and any(CODECS[term.codec].adds for term in entry.terms):
+            raise _damaged(path, f"{name}: has a delta, though {entry.dtype} cannot have one")
     for alias, target in content.aliases.items():
         if target not in content.tensors or alias in content.tensors:
             raise _damaged(path, f"the alias {alias} of {target} does not fit the tensors")
     for side, entry_ in content.files.items():
-        try:
-            check_side_path(side)
-        except InputError as error:
-            raise InputError(f"{path}: {error.message}", error.hint) from None
         if entry_.get("from") == "file":
             claim(side, side_array(side), "U8", None)
         elif entry_.get("from") != "base":
             raise _damaged(path, f"the carried file {side} comes from {entry_.get('from')!r}")
-    check_side_paths(content.files)
+    try:
+        check_side_paths(content.files)
+    except InputError as error:
+        raise InputError(f"{path}: {error.message}", error.hint) from None
     if unclaimed:
         raise _damaged(path, f"arrays that no tensor claims: {listed(sorted(unclaimed))}")

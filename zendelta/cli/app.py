@@ -18,7 +18,13 @@ COMPRESS, INSPECT, DEMO = "Compress", "Inspect", "Demo"
 """The panels of `zendelta --help`, in the order in which their first verbs stand in VERBS."""
 
 # A verb is one file, zendelta/cli/NAME.py with a function NAME, and one line here: the module and its panel.
-VERBS: list[tuple[str, str]] = []
+VERBS: list[tuple[str, str]] = [
+    ("zendelta.cli.compress", COMPRESS),
+    ("zendelta.cli.apply", COMPRESS),
+    ("zendelta.cli.inspect", INSPECT),
+    ("zendelta.cli.validate", INSPECT),
+    ("zendelta.cli.diff", INSPECT),
+]
 
 
 def build(verbs: Iterable[tuple[str, str]] | None = None) -> typer.Typer:

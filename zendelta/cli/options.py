@@ -1,6 +1,6 @@
-"""The options that mean the same in every verb, as annotated types for a verb's signature.
+"""The arguments and options that mean the same in every verb, as annotated types for a verb's signature.
 
-def verb(output: OutputPath, force: Force = False, device: Device = "auto", json: Json = False) -> None: ...
+A verb takes them as `output: OutputPath, force: Force = False, device: Device = "auto", json: Json = False`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def _dtype(value: str | None) -> str | None:
 _CHECKPOINT = "a folder, a .safetensors file, or a hub id such as org/name or org/name@revision"
 
 # Texts, not paths: a hub id must arrive as it was typed.
-Base = Annotated[
-    str, typer.Argument(metavar="BASE", help=f"The base model: {_CHECKPOINT}.", rich_help_panel=INPUT)
-]
+Base = Annotated[str, typer.Argument(metavar="BASE", help=f"The base model: {_CHECKPOINT}.", rich_help_panel=INPUT)]
 Finetuned = Annotated[
     str, typer.Argument(metavar="FT", help="The fine-tuned model, given in the same ways.", rich_help_panel=INPUT)
 ]

@@ -23,7 +23,7 @@ from zendelta.codec.protocol import Encoder, Piece, Values
 from zendelta.codec.stats import STATS, DeltaStats
 from zendelta.dtypes import DTYPE_BYTES
 from zendelta.errors import InputError, UsageError
-from zendelta.pipeline.report import Progress, TensorReport, by_codec, no_progress, overall_error
+from zendelta.pipeline.report import Progress, TensorReport, by_codec, no_progress, overall_error, zero_share
 from zendelta.walk.order import default_threads
 from zendelta.walk.pair import Part, find_not_finite, walk_pair
 from zendelta.walk.plan import Aligned, PairPlan, plan_pair
@@ -42,6 +42,7 @@ class CompressReport:
         finetuned_bytes: size of the fine-tune's tensors.
         bits_per_weight: bits of the file per entry of the fine-tune, carried files left out.
         error: relative error of the restored delta over all tensors that have one.
+        zeros: share of weights that the fine-tune did not change.
         files: the carried files, each ``base`` (equal to the base's, nothing stored) or ``file``.
         peak_memory: bytes of buffers that the walk holds at most.
         free_bytes: what is free on the output's disk.
@@ -65,6 +66,7 @@ class CompressReport:
     ratio_without_files: float
     bits_per_weight: float
     error: float | None
+    zeros: float | None
     peak_memory: int
     free_bytes: int
 
@@ -232,7 +234,7 @@ class _Compression:
         stats = [self._stats(aligned, index) for index in range(len(aligned.terms))]
         name, source = aligned.ft.name, aligned.base.name if aligned.base else None
         equal = aligned.may_be_same and (base_print == ft_print or (stats[0].unchanged and not current.bad))
-        if current.bad and not equal and not (aligned.asked and aligned.codec == "dense"):
+        if current.bad and not equal and not aligned.asked:
             raise InputError(
                 f"{aligned.ft.file}: {name} {current.bad}",
                 f"the weights are broken; if it belongs there, store the tensor as it is: --keep '{name}=dense'",
@@ -408,6 +410,7 @@ class _Compression:
             ratio_without_files=plan.ft.nbytes / (size - self.file_bytes),
             bits_per_weight=8 * (size - self.file_bytes) / max(entries, 1),
             error=overall_error((tensor.error, tensor.square_sum) for tensor in tensors),
+            zeros=zero_share(tensors),
             peak_memory=self.threads * buffers + 4 * self._room,
             free_bytes=free_bytes(output.parent),
         )

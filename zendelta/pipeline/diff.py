@@ -16,7 +16,7 @@ from zendelta.codec.matrix import as_matrix
 from zendelta.codec.protocol import Values
 from zendelta.codec.sign import SignEncoder
 from zendelta.codec.stats import DeltaStats, running_sums
-from zendelta.pipeline.report import Progress, no_progress, overall_error
+from zendelta.pipeline.report import Progress, kind_of, no_progress, overall_error
 from zendelta.walk.order import default_threads
 from zendelta.walk.pair import Part, walk_pair
 from zendelta.walk.plan import Aligned, plan_pair
@@ -68,6 +68,13 @@ class DiffReport:
     verdict: str
     advice: str
 
+    def kinds(self) -> list[TensorDiff]:
+        """Return one line for each kind of matrix: its tensors' changes taken together."""
+        groups: dict[str, list[TensorDiff]] = {}
+        for tensor in self.tensors:
+            groups.setdefault(kind_of(tensor.name), []).append(tensor)
+        return [_together(name, members) for name, members in sorted(groups.items())]
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         return {**self.__dict__, "tensors": [tensor.to_json() for tensor in self.tensors]}
@@ -107,18 +114,33 @@ def diff(
         threads=threads or default_threads(), progress=tell, unused=False,
     )  # fmt: skip
     tensors = job.tensors
-    compared = [tensor for tensor in tensors if tensor.change is not None]
-    square, base_square = (sum(getattr(t, key) for t in compared) for key in ("square_sum", "base_square_sum"))
-    change = math.sqrt(square / base_square) if base_square > 0 else None
-    weights = sum(tensor.weights for tensor in compared)
-    zeros = sum((tensor.zeros or 0) * tensor.weights for tensor in compared) / weights if weights else None
-    cosine = sum((tensor.cosine or 0) * tensor.weights for tensor in compared) / weights if weights else None
-    error = overall_error((tensor.error, tensor.square_sum) for tensor in tensors)
+    whole = _together("model", tensors)
+    change, cosine, zeros, error = whole.change, whole.cosine, whole.zeros, whole.error
     verdict, advice = _verdict(change, cosine, zeros, error)
     return DiffReport(
         base=plan.base.name, finetuned=plan.ft.name, tensors=tensors, dropped=plan.dropped, notes=plan.notes,
         change=change, cosine=cosine, zeros=zeros, error=error, verdict=verdict, advice=advice,
     )  # fmt: skip
+
+
+def _together(name: str, tensors: list[TensorDiff]) -> TensorDiff:
+    """Take the changes of several tensors together; the cosine is their mean, weighted by size."""
+    compared = [tensor for tensor in tensors if tensor.change is not None]
+    square, base_square = sum(t.square_sum for t in compared), sum(t.base_square_sum for t in compared)
+    weights = sum(tensor.weights for tensor in compared)
+    angles = [tensor for tensor in compared if tensor.cosine is not None]
+    angled = sum(tensor.weights for tensor in angles)
+    return TensorDiff(
+        name=name,
+        codec="+".join(sorted({tensor.codec for tensor in tensors})),
+        change=_ratio(square, base_square) if compared else None,
+        cosine=sum((t.cosine or 0.0) * t.weights for t in angles) / angled if angled else None,
+        zeros=sum((t.zeros or 0.0) * t.weights for t in compared) / weights if weights else None,
+        error=overall_error((tensor.error, tensor.square_sum) for tensor in tensors),
+        square_sum=square,
+        base_square_sum=base_square,
+        weights=weights,
+    )
 
 
 def _verdict(change: float | None, cosine: float | None, zeros: float | None, error: float | None) -> tuple[str, str]:

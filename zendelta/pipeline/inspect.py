@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from zendelta.bdfile import BdFile, Entry, side_array
 from zendelta.codec.matrix import as_matrix
 from zendelta.dtypes import DTYPE_BYTES
-from zendelta.pipeline.report import TensorReport, by_codec, overall_error
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
+from zendelta.pipeline.report import LAYER, TensorReport, by_codec, kind_of, overall_error, zero_share
 
 
 @dataclass
@@ -114,7 +111,7 @@ def inspect(delta: str | os.PathLike[str]) -> InspectReport:
         ratio_without_files=raw / (file.nbytes - file_bytes),
         bits_per_weight=8 * (file.nbytes - file_bytes) / max(weights, 1),
         error=overall_error((tensor.error, tensor.square_sum) for tensor in tensors),
-        zeros=_zeros(tensors),
+        zeros=zero_share(tensors),
         codecs=by_codec(tensors),
         layers=_groups(tensors, _layer_of),
         kinds=_groups(tensors, kind_of),
@@ -125,18 +122,8 @@ def inspect(delta: str | os.PathLike[str]) -> InspectReport:
     )
 
 
-def kind_of(name: str) -> str:
-    """Return a tensor's name with every number that counts layers or experts left out.
-
-    >>> kind_of("model.layers.12.mlp.experts.3.up_proj.weight")
-    'mlp.experts.up_proj.weight'
-    """
-    match = _LAYER.search(name)
-    return re.sub(r"\.\d+(?=\.|$)", "", name[match.end() :] if match else name)
-
-
 def _layer_of(name: str) -> str:
-    match = _LAYER.search(name)
+    match = LAYER.search(name)
     return name[: match.end()].strip(".") if match else "outside layers"
 
 
@@ -162,13 +149,6 @@ def _compared(entry: Entry) -> int:
     return (as_matrix(entry.shape).all_rows - new) * as_matrix(entry.shape).cols
 
 
-def _zeros(tensors: Iterable[TensorReport]) -> float | None:
-    """Share of unchanged entries, weighted by size."""
-    known = [(tensor.zeros, tensor.raw_bytes) for tensor in tensors if tensor.zeros is not None]
-    total = sum(size for _, size in known)
-    return sum(zeros * size for zeros, size in known) / total if total else None
-
-
 def _groups(tensors: list[TensorReport], key: Any) -> list[Group]:
     groups: dict[str, list[TensorReport]] = {}
     for tensor in tensors:
@@ -183,7 +163,7 @@ def _groups(tensors: list[TensorReport], key: Any) -> list[Group]:
             len(members),
             sum(member.stored_bytes for member in members),
             overall_error((member.error, member.square_sum) for member in members),
-            _zeros(members),
+            zero_share(members),
         )
         for name, members in sorted(groups.items(), key=lambda item: natural(item[0]))
     ]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
+"""Finds the number of a layer in a tensor's name."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and in all."""
@@ -64,3 +68,20 @@ def by_codec(tensors: Iterable[TensorReport]) -> dict[str, dict[str, int]]:
         group["raw_bytes"] += tensor.raw_bytes
         group["stored_bytes"] += tensor.stored_bytes
     return dict(sorted(groups.items(), key=lambda item: -item[1]["stored_bytes"]))
+
+
+def zero_share(tensors: Iterable[TensorReport]) -> float | None:
+    """Return the share of unchanged entries over several tensors, weighted by size; None without any."""
+    known = [(tensor.zeros, math.prod(tensor.shape)) for tensor in tensors if tensor.zeros is not None]
+    total = sum(size for _, size in known)
+    return sum(zeros * size for zeros, size in known) / total if total else None
+
+
+def kind_of(name: str) -> str:
+    """Return a tensor's name with every number that counts layers or experts left out.
+
+    >>> kind_of("model.layers.12.mlp.experts.3.up_proj.weight")
+    'mlp.experts.up_proj.weight'
+    """
+    match = LAYER.search(name)
+    return re.sub(r"\.\d+(?=\.|$)", "", name[match.end() :] if match else name)

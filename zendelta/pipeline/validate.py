@@ -21,7 +21,7 @@ from zendelta.codec.protocol import Values
 from zendelta.codec.sign import SignEncoder, row_alphas
 from zendelta.codec.stats import DeltaStats, relative_error, running_sums
 from zendelta.dtypes import FLOATING
-from zendelta.errors import InputError, UsageError
+from zendelta.errors import InputError, UsageError, listed
 from zendelta.pipeline.report import Progress, no_progress, overall_error
 from zendelta.walk.order import default_threads
 from zendelta.walk.pair import Part, walk_pair
@@ -92,6 +92,25 @@ class ValidateReport:
     faults: list[str]
     notes: list[str]
     passed: bool
+
+    def worst(self, count: int = 8) -> list[TensorCheck]:
+        """Return the tensors with the largest relative errors; those with faults first."""
+        return sorted(self.tensors, key=lambda tensor: (not tensor.faults, -(tensor.error or 0)))[:count]
+
+    @property
+    def failure(self) -> tuple[str, str] | None:
+        """What failed, and the way out; None where it passed."""
+        if self.faults:
+            return (
+                f"{self.file} does not agree with the models: {listed(self.faults, 3)}",
+                "is it the fine-tune that the file was made from? Else make the file again: zendelta compress",
+            )
+        if not self.passed:
+            return (
+                f"the relative error is {self.error}, over the threshold of {self.max_error}",
+                "store the worst tensors exactly: zendelta compress --keep 'PATTERN=dense'",
+            )
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
