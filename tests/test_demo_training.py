@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ from zendelta.demo import DemoPair, held_out, perplexity, texts, train_pair
 from zendelta.errors import MachineError
 
 STEPS = (12, 6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other crawl on a busy machine; one does not mind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from zendelta.errors import InputError
 MAX_HEADER_BYTES = 100_000_000
 """The largest header that safetensors readers accept."""
 
-_LFS_POINTER = b"version https://git-lfs"
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that Git LFS has not fetched yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(64)
-            if start.startswith(_LFS_POINTER):
+            if start.startswith(LFS_POINTER):
                 raise InputError(
                     f"{path}: a Git LFS pointer of {size} bytes, not the weights themselves",
                     f"fetch the file: cd '{path.parent}' && git lfs pull --include '{path.name}'",

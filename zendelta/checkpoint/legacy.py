@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zendelta.checkpoint.header import ArrayInfo
+from zendelta.checkpoint.header import LFS_POINTER, ArrayInfo
 from zendelta.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def open_bin(file: Path) -> tuple[list[tuple[str, ArrayInfo, Read]], dict[str, s
 
     with file.open("rb") as opened:
         start = opened.read(64)
-    if start.startswith(b"version https://git-lfs"):
+    if start.startswith(LFS_POINTER):
         raise InputError(
             f"{file}: a Git LFS pointer, not the weights themselves",
             f"fetch the file: cd '{file.parent}' && git lfs pull --include '{file.name}'",

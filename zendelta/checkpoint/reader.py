@@ -125,9 +125,19 @@ class Checkpoint:
         """The files that travel with the weights, by relative path; none for a single weights file."""
         if not self.path.is_dir():
             return {}
-        files, too_large = sidecar.side_files(self.path)
-        self.warnings += [f"{path} is over 64 MiB and is not carried" for path in too_large]
-        return files
+        return sidecar.side_files(self.path)[0]
+
+    @cached_property
+    def left_behind(self) -> list[str]:
+        """What lies beside the weights and is neither read nor carried, in notes for the user."""
+        if not self.path.is_dir():
+            return []
+        others = [path for path, reason in sidecar.left_behind(self.path).items() if reason != "is hidden"]
+        below = sidecar.weights_below(self.path)
+        notes = [f"{self.name}: not carried: {listed(others, 8)}"] if others else []
+        if below:
+            notes.append(f"{self.name}: weights in subfolders are neither read nor carried: {listed(below, 8)}")
+        return notes
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +152,7 @@ Where = str | os.PathLike[str] | Checkpoint
 def _weight_files(path: Path, warnings: list[str]) -> tuple[list[Path], dict[str, str]]:
     """Choose the weights files of `path`; also the index's tensor -> file map, empty without an index."""
     if path.is_file():
-        if path.suffix != ".safetensors":
+        if path.suffix != ".safetensors" or path.name.startswith("adapter_model"):
             raise InputError(f"{path}: {_what_is(path)}, not a checkpoint", _way_out(path))
         return [path], {}
     for suffix in (".safetensors", ".bin"):

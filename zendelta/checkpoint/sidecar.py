@@ -29,6 +29,7 @@ _WEIGHTS = re.compile(
 _STATE = re.compile(r"^trainer_state\.json$", re.I)
 _STATE_FOLDER = re.compile(r"^(checkpoint-\d+|global_step\d+)$", re.I)
 _DEVICE = re.compile(r"^(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.I)
+_IS_WEIGHTS = "is a weights file or its index"
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -54,7 +55,7 @@ def _kept_back(path: str) -> str | None:
     """Why a file of this (fit) name does not travel; None if it does."""
     *folders, name = path.split("/")
     if _WEIGHTS.search(name):
-        return "is a weights file or its index"
+        return _IS_WEIGHTS
     if any(part.startswith(".") for part in (*folders, name)):
         return "is hidden"
     if _STATE.match(name) or any(_STATE_FOLDER.match(folder) for folder in folders):
@@ -164,14 +165,22 @@ def left_behind(folder: Path) -> dict[str, str]:
     trainer's folder is one entry. Raises InputError if the folder cannot be read.
     """
     try:
-        found = {
-            path: reason
-            for path, _, reason in _look(folder)
-            if reason is not None and reason != "is a weights file or its index"
-        }
+        found = {path: reason for path, _, reason in _look(folder) if reason is not None and reason != _IS_WEIGHTS}
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror})", "check the path and its permissions") from None
     return dict(sorted(found.items()))
+
+
+def weights_below(folder: Path) -> list[str]:
+    """Return the weights files one folder below, such as ``2_Dense/model.safetensors``: not a part of the checkpoint.
+
+    Raises InputError if the folder cannot be read.
+    """
+    try:
+        found = [path for path, _, reason in _look(folder) if reason == _IS_WEIGHTS and "/" in path]
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror})", "check the path and its permissions") from None
+    return sorted(path for path in found if not path.endswith(".json"))
 
 
 def write_side_file(folder: Path, path: str, data: bytes | memoryview) -> Path:

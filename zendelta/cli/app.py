@@ -24,6 +24,7 @@ VERBS: list[tuple[str, str]] = [
     ("zendelta.cli.inspect", INSPECT),
     ("zendelta.cli.validate", INSPECT),
     ("zendelta.cli.diff", INSPECT),
+    ("zendelta.cli.demo", DEMO),
 ]
 
 

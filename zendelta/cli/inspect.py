@@ -45,7 +45,6 @@ def inspect(
                 ("of the base", names([path for path, count in report.files.items() if not count], 8)),
             ]
         ),
-        "",
         codec_table(report.codecs),
         table(
             ["kind of matrix", "tensors", "in the file", "error", "unchanged"],

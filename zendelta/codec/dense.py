@@ -77,14 +77,16 @@ class DenseEncoder:
         self.stats = DeltaStats()
         self._itemsize, self._cols, self._first = itemsize, cols, first_row * cols
 
-    def encode(self, kernels: Kernels, base: Values | None, ft: Values, block: Block) -> tuple[Array, Floats | None]:
-        """Return the values themselves, and the sums of their differences where there is a floating base."""
-        return ft.data, difference(kernels, base, ft, block.size)
+    def encode(
+        self, kernels: Kernels, base: Values | None, ft: Values, block: Block
+    ) -> tuple[Array, Floats | None, bool]:
+        """Return the values themselves, the sums of `difference`, and whether there was a base to differ from."""
+        return ft.data, difference(kernels, base, ft, block.size), base is not None
 
-    def fold(self, block: Block, done: tuple[Array, Floats | None]) -> Iterator[Piece]:
+    def fold(self, block: Block, done: tuple[Array, Floats | None, bool]) -> Iterator[Piece]:
         """Give the block's values."""
-        values, sums = done
-        if sums is not None:
+        values, sums, compared = done
+        if sums is not None and compared:
             self.stats.add(sums, sums[:, 1], block.size)
         offset = (block.start(self._cols) - self._first) * self._itemsize
         yield Piece("values", offset, memoryview(values)[: block.size * self._itemsize])

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 class Encoder(Protocol):
     """Turns one term's rows into arrays. `encode` may run in any thread; `fold` and `finish` in block order.
 
-    `encode` returns a pair, of which the second is the block's sums (float64 [rows, 3]) or None. `stats` are complete
+    `encode` returns a tuple, of which the second is the block's sums (float64 [rows, 3]) or None. `stats` are complete
     after `finish`.
     """
 

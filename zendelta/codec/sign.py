@@ -136,5 +136,6 @@ class SignEncoder:
 def _gain(alphas: Alphas, sizes: Floats, count: int) -> Floats:
     """Return 2 a sum|d| - n a^2: by how much signs at scale a reduce the squared error of n entries."""
     wide = alphas.astype(np.float64)
-    gain: Floats = wide * (2 * sizes - count * wide)
+    with np.errstate(invalid="ignore", over="ignore"):  # sums that are not finite: the caller refuses the tensor
+        gain: Floats = wide * (2 * sizes - count * wide)
     return gain

@@ -16,12 +16,13 @@ from zendelta.checkpoint.sidecar import set_config_dtype, write_side_file
 from zendelta.checkpoint.writer import CheckpointWriter, TensorSpec, parse_size
 from zendelta.codec.kernels import kernels_for
 from zendelta.dtypes import CONFIG_NAMES, FLOATING
-from zendelta.errors import UsageError
+from zendelta.errors import InputError, UsageError, listed
 from zendelta.pipeline.report import Progress, no_progress
 from zendelta.walk.order import default_threads
 from zendelta.walk.pair import buffer_bytes
-from zendelta.walk.restore import refuse_unfit, restore, wrong_base
+from zendelta.walk.restore import Restored, refuse_unfit, restore, wrong_base
 
+_NOTICEABLE = 0.05  # share of unmoved weights above which a note says so
 _BY_NAME = {name: dtype for dtype, name in CONFIG_NAMES.items()}
 
 
@@ -32,6 +33,8 @@ class ApplyReport:
     Attributes:
         files: bytes of each file of the output.
         clamped: how many entries of a tensor overflowed the output's dtype and were set to its largest value.
+        unmoved: share of the weights with a delta that kept the base's value when they were rounded; None where the
+            output's dtype is not the base's.
     """
 
     output: str
@@ -44,6 +47,7 @@ class ApplyReport:
     files: dict[str, int]
     output_bytes: int
     clamped: dict[str, int]
+    unmoved: float | None
     notes: list[str]
     peak_memory: int
     free_bytes: int
@@ -107,7 +111,7 @@ def apply(
     writer = CheckpointWriter(output, specs, max_shard_bytes=shard_bytes)
     files = {**writer.sizes, **{path: len(data) for path, data in sides.items()}}
     need = sum(files.values())
-    clamped: dict[str, int] = {}
+    restored = Restored()
     if not dry_run:
         check_space(output.parent, need)
         total = sum(base_checkpoint.tensors[name].nbytes for name in _sources(base_checkpoint, file))
@@ -120,7 +124,7 @@ def apply(
 
         with staged_folder(output, force=force) as folder:
             with CheckpointWriter(folder, specs, max_shard_bytes=shard_bytes) as writer:
-                clamped = restore(
+                restored = restore(
                     base_checkpoint, file, kernels, dtype_of, writer.write, threads=threads, progress=tell
                 )
             for path, data in sides.items():
@@ -135,8 +139,9 @@ def apply(
         dtype=dtype,
         files=files,
         output_bytes=need,
-        clamped=clamped,
-        notes=[*base_checkpoint.warnings, *_notes(clamped, dtype)],
+        clamped=restored.clamped,
+        unmoved=restored.unmoved / restored.added if restored.added else None,
+        notes=[*base_checkpoint.warnings, *_notes(restored, dtype)],
         peak_memory=threads * 2 * buffer_bytes(kernels.block_bytes),
         free_bytes=free_bytes(output.parent),
     )
@@ -151,6 +156,7 @@ def _sources(base: Checkpoint, file: BdFile) -> list[str]:
 def _side_files(base: Checkpoint, file: BdFile, dtype: str | None) -> dict[str, bytes]:
     """Collect the files beside the weights, from the ``.bd`` file or from the base, each checked."""
     sides: dict[str, bytes] = {}
+    unfit: list[str] = []
     for path, entry in sorted(file.content.files.items()):
         if entry["from"] == "file":
             data = file.side_file(path)
@@ -158,19 +164,28 @@ def _side_files(base: Checkpoint, file: BdFile, dtype: str | None) -> dict[str, 
             own = base.side_files.get(path)
             data = own.read_bytes() if own is not None else b""
             if own is None or of_bytes(data) != entry["fingerprint"]:
-                what = "has no" if own is None else "has another"
-                raise wrong_base(base, file, f"it {what} {path}, which the fine-tune shares with its base")
+                unfit.append(f"{path} ({'missing' if own is None else 'another one'})")
+                continue
         if dtype is not None and path == "config.json":
             data = set_config_dtype(data, dtype)
         sides[path] = data
+    if unfit:
+        error = wrong_base(base, file, f"it lacks files that the fine-tune shares with its base: {listed(unfit)}")
+        raise InputError(error.message, f"{error.hint}; put that base's files beside these weights")
     return sides
 
 
-def _notes(clamped: dict[str, int], dtype: str | None) -> list[str]:
-    if not clamped:
-        return []
-    total, worst = sum(clamped.values()), max(clamped, key=lambda name: clamped[name])
-    return [
-        f"{total} weights overflowed {dtype or 'their dtype'} and were set to its largest value, most in {worst}; "
-        "--dtype float32 keeps them"
-    ]
+def _notes(restored: Restored, dtype: str | None) -> list[str]:
+    notes, clamped = [], restored.clamped
+    if clamped:
+        total, worst = sum(clamped.values()), max(clamped, key=lambda name: clamped[name])
+        notes.append(
+            f"{total} weights overflowed {dtype or 'their dtype'} and were set to its largest value, most in {worst}; "
+            "--dtype float32 keeps them"
+        )
+    if restored.unmoved > _NOTICEABLE * restored.added:
+        notes.append(
+            f"{restored.unmoved / restored.added:.0%} of the weights with a delta kept the base's value when they were "
+            "rounded: the step of the dtype swallows that part of the change; --dtype float32 keeps it"
+        )
+    return notes

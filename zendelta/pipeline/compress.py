@@ -14,6 +14,7 @@ from zendelta import bdfile
 from zendelta.bdfile import BdFile, BdWriter, Content, Entry, array_name, side_array
 from zendelta.checkpoint.disk import check_space, free_bytes
 from zendelta.checkpoint.fingerprint import Fingerprint, of_bytes, of_model
+from zendelta.checkpoint.header import LFS_POINTER
 from zendelta.checkpoint.publish import check_output, refuse_overlap, staged_file
 from zendelta.checkpoint.reader import Checkpoint, Where
 from zendelta.codec import CODECS
@@ -22,7 +23,7 @@ from zendelta.codec.matrix import as_matrix
 from zendelta.codec.protocol import Encoder, Piece, Values
 from zendelta.codec.stats import STATS, DeltaStats
 from zendelta.dtypes import DTYPE_BYTES
-from zendelta.errors import InputError, UsageError
+from zendelta.errors import InputError, UsageError, listed
 from zendelta.pipeline.report import Progress, TensorReport, by_codec, no_progress, overall_error, zero_share
 from zendelta.walk.order import default_threads
 from zendelta.walk.pair import Part, find_not_finite, walk_pair
@@ -194,7 +195,8 @@ class _Compression:
                     raise InputError(f"{file}: changed while it was read", "run the command again")
                 self._writer.begin(side_array(path), "U8", (len(data),))
                 self._writer.write(side_array(path), 0, memoryview(data))
-        content = self._content(self.entries, of_model(prints.base), of_model(prints.ft))
+        own = {name: print_ for name, print_ in prints.ft.items() if name not in self.aliases}
+        content = self._content(self.entries, of_model(prints.base), of_model(own))
         return self._writer.finish(content)
 
     # the walk's three callbacks; _work runs in any thread, the others in order
@@ -236,7 +238,7 @@ class _Compression:
         equal = aligned.may_be_same and (base_print == ft_print or (stats[0].unchanged and not current.bad))
         if current.bad and not equal and not aligned.asked:
             raise InputError(
-                f"{aligned.ft.file}: {name} {current.bad}",
+                current.bad,
                 f"the weights are broken; if it belongs there, store the tensor as it is: --keep '{name}=dense'",
             )
         twin = self._seen.setdefault((source, ft_print), name)
@@ -253,7 +255,7 @@ class _Compression:
             base=base_print,
             terms=() if equal else self._terms(current),
             payload=Fingerprint().hex() if equal else current.payload.hex(),
-            stats=self._shown(aligned, stats[0], equal),
+            stats=self._shown(aligned, stats[0], equal, current.bad is not None),
         )
         self.entries[name] = entry
         stored = 0 if equal else aligned.stored_bytes
@@ -306,8 +308,8 @@ class _Compression:
         stats: DeltaStats = encoder.stats
         return stats
 
-    def _shown(self, aligned: Aligned, stats: DeltaStats, equal: bool) -> dict[str, Any]:
-        if not aligned.comparable:
+    def _shown(self, aligned: Aligned, stats: DeltaStats, equal: bool, bad: bool) -> dict[str, Any]:
+        if not aligned.comparable or (bad and not equal):
             return {}
         if equal:  # stated, not summed: equal bytes may hold infinities
             return dict(zip(STATS, (0.0, 0.0, as_matrix(aligned.ft.shape).size, 0.0), strict=True))
@@ -401,7 +403,7 @@ class _Compression:
             tensors=tensors,
             dropped=plan.dropped,
             files={path: entry["from"] for path, entry in self.files.items()},
-            notes=plan.notes,
+            notes=[*plan.notes, *plan.ft.left_behind],
             finetuned_bytes=plan.ft.nbytes,
             output_bytes=size,
             file_bytes=self.file_bytes,
@@ -430,11 +432,18 @@ def _arrays(aligned: Aligned, index: int) -> dict[str, tuple[str, tuple[int, ...
 
 def _side_files(plan: PairPlan) -> dict[str, dict[str, str]]:
     """Fingerprint the fine-tune's side files; those that equal the base's are only referred to."""
-    base, files = plan.base.side_files, {}
+    base, files, pointers = plan.base.side_files, {}, []
     for path, file in plan.ft.side_files.items():
         data = file.read_bytes()
+        if data.startswith(LFS_POINTER):
+            pointers.append(path)
         equal = path in base and base[path].read_bytes() == data
         files[path] = {"fingerprint": of_bytes(data), "from": "base" if equal else "file"}
+    if pointers:
+        raise InputError(
+            f"{plan.ft.path}: Git LFS pointers, not the files themselves: {listed(pointers)}",
+            f"fetch them: cd '{plan.ft.path}' && git lfs pull --include '{','.join(pointers)}'",
+        )
     return files
 
 
@@ -448,11 +457,10 @@ def _same_reason(aligned: Aligned, equal_bytes: bool) -> str:
 
 def _where_not_finite(part: Part, base: Values | None, ft: Values) -> str:
     assert part.aligned is not None
-    for whose, values, (first, _) in (("", ft, part.ft), (" in the base", base, part.base)):
+    tensor = part.aligned.ft
+    for owner, values, (first, _) in ((tensor, ft, part.ft), (part.tensor, base, part.base)):
         at = find_not_finite(values, part.block.size) if values is not None else None
-        if values is not None and at is not None:
-            flat = first // DTYPE_BYTES[values.dtype] + at
-            shape = part.aligned.ft.shape
-            place = [int(i) for i in np.unravel_index(flat, shape)] if shape else []
-            return f"has a NaN or an infinity at {place}{whose}"
-    return "differs from the base by more than float32 can hold"
+        if owner is not None and at is not None:
+            place = np.unravel_index(first // DTYPE_BYTES[owner.dtype] + at, owner.shape) if owner.shape else ()
+            return f"{owner.file}: {owner.name} has a NaN or an infinity at {[int(i) for i in place]}"
+    return f"{tensor.file}: {tensor.name} differs from the base by more than float32 can hold"

@@ -16,6 +16,7 @@ from zendelta.codec.matrix import as_matrix
 from zendelta.codec.protocol import Values
 from zendelta.codec.sign import SignEncoder
 from zendelta.codec.stats import DeltaStats, running_sums
+from zendelta.errors import listed
 from zendelta.pipeline.report import Progress, kind_of, no_progress, overall_error
 from zendelta.walk.order import default_threads
 from zendelta.walk.pair import Part, walk_pair
@@ -114,6 +115,8 @@ def diff(
         threads=threads or default_threads(), progress=tell, unused=False,
     )  # fmt: skip
     tensors = job.tensors
+    if job.not_finite:
+        plan.notes.append(f"not compared, since they hold a NaN or an infinity: {listed(job.not_finite)}")
     whole = _together("model", tensors)
     change, cosine, zeros, error = whole.change, whole.cosine, whole.zeros, whole.error
     verdict, advice = _verdict(change, cosine, zeros, error)
@@ -169,6 +172,7 @@ class _Comparison:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.tensors: list[TensorDiff] = []
+        self.not_finite: list[str] = []
         self._encoder: SignEncoder | None = None
         self._exact = DeltaStats()
         self._moments: Floats = np.zeros(3)
@@ -204,17 +208,22 @@ class _Comparison:
         """Close a tensor."""
         stats = self._encoder.stats if self._encoder is not None else self._exact
         (bb, bf, ff), comparable = self._moments.tolist(), aligned.comparable and stats.count > 0
-        square = stats.square_sum
-        if base_print == ft_print:
-            square = 0.0  # equal bytes, even where they hold infinities
+        square, zeros, error, unchanged = stats.square_sum, stats.zeros, stats.error, stats.unchanged
+        if comparable and base_print == ft_print:
+            square, zeros, error, unchanged = 0.0, stats.count, 0.0, True  # even where they hold infinities
+        if comparable and not all(map(math.isfinite, (square, bb, bf, ff))):
+            bb = bf = ff = 0.0
+            if not unchanged:
+                comparable = False
+                self.not_finite.append(aligned.ft.name)
         self.tensors.append(
             TensorDiff(
                 name=aligned.ft.name,
-                codec="same" if comparable and stats.unchanged else aligned.codec,
+                codec="same" if comparable and unchanged else aligned.codec,
                 change=_ratio(square, bb) if comparable else None,
                 cosine=bf / math.sqrt(bb * ff) if comparable and bb > 0 and ff > 0 else None,
-                zeros=stats.zeros / stats.count if comparable else None,
-                error=stats.error if comparable else None,
+                zeros=zeros / stats.count if comparable else None,
+                error=error if comparable else None,
                 square_sum=square if comparable else 0.0,
                 base_square_sum=bb if comparable else 0.0,
                 weights=stats.count,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zendelta.bdfile import BdFile, Entry
-from zendelta.checkpoint.fingerprint import of_model
+from zendelta.checkpoint.fingerprint import Fingerprint, of_model
 from zendelta.checkpoint.reader import Checkpoint, Where
 from zendelta.codec.dense import difference
 from zendelta.codec.kernels import Kernels, kernels_for
@@ -145,8 +145,7 @@ def validate(
     if max_error is not None and not max_error >= 0:
         raise UsageError(f"the threshold {max_error} is not a number of at least 0", "for instance --max-error 0.7")
     file, base_checkpoint, ft_checkpoint = BdFile.open(delta), Checkpoint.open(base), Checkpoint.open(finetuned)
-    refuse_quantised(base_checkpoint)
-    refuse_quantised(ft_checkpoint)
+    refuse_quantised(base_checkpoint, ft_checkpoint)
     refuse_unfit(base_checkpoint, file)
     rank, processes, device, gather = _process(device)
     kernels, device = kernels_for(device)
@@ -240,6 +239,17 @@ class _Measured:
     unequal: bool
 
 
+def _print_of(checkpoint: Checkpoint, name: str) -> str:
+    """Read one tensor for its fingerprint alone."""
+    tensor, running = checkpoint.tensors[name], Fingerprint()
+    running.array(tensor.dtype, tensor.shape)
+    for offset in range(0, tensor.nbytes, 1 << 20):
+        data = memoryview(bytearray(min(1 << 20, tensor.nbytes - offset)))
+        checkpoint.read_into(name, offset, data)
+        running.update(data)
+    return running.hex()
+
+
 class _Validation:
     """One process's share: what workers measure is folded here, in order."""
 
@@ -265,6 +275,11 @@ class _Validation:
             threads=threads, progress=tell, only=only, unused=False,
         )  # fmt: skip
         self.ft_prints = prints.ft
+        for alias, target in self.file.content.aliases.items():
+            if alias not in self.plan.ft.tensors or target not in self.checks:
+                continue
+            if _print_of(self.plan.ft, alias) != self.ft_prints[target]:
+                self.checks[target].faults.append(f"{alias} has other values, the file says they are one")
 
     def _entry(self, aligned: Aligned) -> Entry:
         return self.file.content.tensors[aligned.ft.name]

@@ -112,8 +112,7 @@ def plan_pair(base: Checkpoint, ft: Checkpoint, *, scale: str = "row", keep: Ite
         UsageError: a malformed or unused `keep`.
     """
     rules = [_rule(text, ft) for text in keep]
-    for checkpoint in (base, ft):
-        refuse_quantised(checkpoint)
+    refuse_quantised(base, ft)
     notes = [*base.warnings, *ft.warnings]
     sources = sources_of(base, ft, notes)
     misfits: list[str] = []
@@ -122,10 +121,12 @@ def plan_pair(base: Checkpoint, ft: Checkpoint, *, scale: str = "row", keep: Ite
         wanted = next((codec for pattern, codec in rules if fnmatchcase(name, pattern)), None)
         source = base.tensors.get(sources.get(name, ""))
         if source is not None and not fits(tensor, source):
-            if wanted != "dense":
+            # a buffer of another length, such as position_ids, says nothing against the pair
+            if wanted != "dense" and {tensor.dtype, source.dtype} <= FLOATING:
                 misfits.append(f"{name} {list(source.shape)} against {list(tensor.shape)}")
-            source = None
-        tensors.append(_aligned(tensor, source, wanted, scale))
+            tensors.append(_aligned(tensor, None, wanted, scale, f"{list(source.shape)} in the base"))
+            continue
+        tensors.append(_aligned(tensor, source, wanted, scale, "not in the base"))
     _refuse_misfits(base, ft, misfits, sources)
     used = {aligned.base.name for aligned in tensors if aligned.base is not None}
     unused = [tensor for name, tensor in base.tensors.items() if name not in used]
@@ -134,14 +135,14 @@ def plan_pair(base: Checkpoint, ft: Checkpoint, *, scale: str = "row", keep: Ite
     return PairPlan(base, ft, tensors, unused, dropped, notes)
 
 
-def choose(ft: Tensor, base: Tensor | None, scale: str) -> tuple[str, str]:
-    """Choose how a tensor is stored: the codec of the rows it shares with the base, and why.
+def choose(ft: Tensor, base: Tensor | None, scale: str, without: str) -> tuple[str, str]:
+    """Choose how a tensor is stored: the codec of the rows it shares with the base, and why (`without` a base).
 
     Signs where the tensor is floating, has two or more dimensions, and signs and scales take at most half of its raw
     bytes; else its own values.
     """
     if base is None:
-        return "new", "not in the base"
+        return "new", without
     if not {ft.dtype, base.dtype} <= FLOATING:
         return "dense", f"{ft.dtype} is not subtracted"
     matrix = as_matrix(ft.shape)
@@ -156,8 +157,8 @@ def choose(ft: Tensor, base: Tensor | None, scale: str) -> tuple[str, str]:
     return "sign", "one bit per weight"
 
 
-def _aligned(tensor: Tensor, base: Tensor | None, wanted: str | None, scale: str) -> Aligned:
-    codec, reason = choose(tensor, base, scale)
+def _aligned(tensor: Tensor, base: Tensor | None, wanted: str | None, scale: str, without: str) -> Aligned:
+    codec, reason = choose(tensor, base, scale, without)
     asked = wanted == "dense"
     if wanted is not None and codec != "new" and wanted != codec:
         if wanted == "sign" and not {tensor.dtype, base.dtype if base else ""} <= FLOATING:
@@ -188,20 +189,22 @@ def _rule(text: str, ft: Checkpoint) -> tuple[str, str]:
     return pattern, codec
 
 
-def refuse_quantised(checkpoint: Checkpoint) -> None:
-    """Raise InputError where the weights are packed integers or 8-bit floats: their difference means nothing."""
-    way_out = "use the unquantised checkpoint, or dequantise it first"
-    quantisation = checkpoint.config.get("quantization_config")
-    packed = [name for name in checkpoint.tensors if name.endswith(_PACKED)]
-    packed += [name for name, tensor in checkpoint.tensors.items() if tensor.dtype in QUANTISED]
-    if packed:
-        raise InputError(f"{checkpoint.path}: quantised weights: {listed(sorted(set(packed)), 3)}", way_out)
-    if isinstance(quantisation, dict):
-        method = quantisation.get("quant_method") or quantisation.get("fmt") or "no method named"
-        raise InputError(
-            f"{checkpoint.folder / 'config.json'}: has a quantization_config ({method}); its weights are not plain",
-            f"{way_out}; if the weights are plain all the same, remove that key from config.json",
-        )
+def refuse_quantised(*checkpoints: Checkpoint) -> None:
+    """Raise InputError where weights are packed integers or 8-bit floats: their difference means nothing."""
+    found, plain = [], ""
+    for checkpoint in checkpoints:
+        packed = {name for name in checkpoint.tensors if name.endswith(_PACKED)}
+        packed |= {name for name, tensor in checkpoint.tensors.items() if tensor.dtype in QUANTISED}
+        settings = checkpoint.config.get("quantization_config")
+        if packed:
+            found.append(f"{checkpoint.path}: quantised weights: {listed(sorted(packed), 3)}")
+        elif isinstance(settings, dict):
+            method = settings.get("quant_method") or settings.get("fmt") or "no method named"
+            file = checkpoint.folder / "config.json"
+            found.append(f"{file}: has a quantization_config ({method}); its weights are not plain")
+            plain = "; if the weights are plain all the same, remove that key from config.json"
+    if found:
+        raise InputError("; ".join(found), f"use the unquantised checkpoint, or dequantise it first{plain}")
 
 
 def _refuse_misfits(base: Checkpoint, ft: Checkpoint, misfits: list[str], sources: Mapping[str, str]) -> None:

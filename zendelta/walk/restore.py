@@ -7,7 +7,7 @@ time a tensor is complete; whoever stages the output must publish nothing before
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -134,6 +134,28 @@ class _Part(NamedTuple):
 
 
 @dataclass
+class Restored:
+    """What `restore` noticed.
+
+    Attributes:
+        clamped: how many entries of each tensor overflowed the wanted dtype; only where any did.
+        added: entries to which a delta was added, in a dtype no finer than the base's.
+        unmoved: how many of them rounding left at the base's value.
+    """
+
+    clamped: dict[str, int] = field(default_factory=dict)
+    added: int = 0
+    unmoved: int = 0
+
+
+class _Done(NamedTuple):
+    memory: _Scratch
+    parts: dict[str, Array]
+    clamped: int
+    unmoved: int | None
+
+
+@dataclass
 class _Scratch:
     base: Array
     out: Array
@@ -148,7 +170,7 @@ def restore(
     *,
     threads: int,
     progress: Callable[[int], None] = lambda nbytes: None,
-) -> dict[str, int]:
+) -> Restored:
     """Restore every tensor of `file` on `base`.
 
     Args:
@@ -156,14 +178,11 @@ def restore(
         emit: called as ``emit(name, offset, bytes)`` from any thread, in any order, for every byte of every tensor.
         progress: told the bytes of the base that were read.
 
-    Returns:
-        How many entries of each tensor were clamped because they overflowed the wanted dtype; only where any were.
-
     Raises:
         InputError: the wrong base (the first tensors that differ are named), or a damaged file.
     """
     refuse_unfit(base, file)
-    clamped: dict[str, int] = {}
+    restored = Restored()
     wrong: list[str] = []
     aliases: dict[str, list[str]] = {}
     for alias, target in file.content.aliases.items():
@@ -171,14 +190,14 @@ def restore(
     prints: dict[str, Fingerprint] = {}
     payloads: dict[str, Payload] = {}
 
-    def work(part: _Part, memory: _Scratch) -> tuple[_Scratch, dict[str, Array], int]:
+    def work(part: _Part, memory: _Scratch) -> _Done:
         values = None
         if part.base[1] > part.base[0] and part.entry.source is not None:
             name = base.aliases.get(part.entry.source, part.entry.source)
             base.read_into(name, part.base[0], memoryview(memory.base[: part.base[1] - part.base[0]]))
             values = Values(memory.base, base.tensors[name].dtype)
         parts: dict[str, Array] = {}
-        over = 0
+        over, unmoved = 0, None
         if part.block.size:
             entry, block = part.entry, part.block
             out = Values(memory.out, dtype_of(entry))
@@ -191,18 +210,23 @@ def restore(
                 over = CODECS[term.codec].decode(
                     kernels, values, parts, entry.shape, term.parameters, block, entry.dtype, out
                 )
+                if values is not None and values.dtype == out.dtype:
+                    unmoved = _equal(values, out, block.size)
             size = DTYPE_BYTES[out.dtype]
             start = block.start(as_matrix(entry.shape).cols) * size
             data = memoryview(memory.out[: block.size * size])
             for target in (part.name, *aliases.get(part.name, ())):
                 emit(target, start, data)
-        return memory, parts, over
+        return _Done(memory, parts, over, unmoved)
 
-    def fold(part: _Part, done: tuple[_Scratch, dict[str, Array], int]) -> None:
-        memory, parts, over = done
+    def fold(part: _Part, done: _Done) -> None:
+        memory, parts, over, unmoved = done
         entry = part.entry
         if over:
-            clamped[part.name] = clamped.get(part.name, 0) + over
+            restored.clamped[part.name] = restored.clamped.get(part.name, 0) + over
+        if unmoved is not None:
+            restored.added += part.block.size
+            restored.unmoved += unmoved
         if entry.source is not None and part.base[1] > part.base[0]:
             if part.name not in prints:
                 prints[part.name] = _begin(base, entry.source)
@@ -235,7 +259,14 @@ def restore(
     )
     if wrong:
         raise _differs(base, file, wrong)
-    return clamped
+    return restored
+
+
+def _equal(one: Values, other: Values, count: int) -> int:
+    """Count the entries of which the bits are equal, of two blocks of one dtype."""
+    word = f"<u{DTYPE_BYTES[one.dtype]}"
+    size = count * DTYPE_BYTES[one.dtype]
+    return int(np.count_nonzero(one.data[:size].view(word) == other.data[:size].view(word)))
 
 
 def _differs(base: Checkpoint, file: BdFile, names: list[str]) -> InputError:
