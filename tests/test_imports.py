@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import make_pair
 
 import zendelta
 
@@ -31,10 +32,19 @@ from zendelta.__main__ import main
 sys.exit(main())
 """
 
+
+def a_delta(folder: Path) -> Path:
+    """A .bd file of a tiny pair."""
+    pair = make_pair(folder)
+    zendelta.compress(pair.base, pair.finetuned, folder / "a.bd")
+    return folder / "a.bd"
+
+
 # Calls that must do without the heavy packages: a name, and the arguments, which may make files in a folder.
 LIGHT_CALLS: dict[str, Callable[[Path], list[str]]] = {
     "no arguments": lambda folder: [],
     "help": lambda folder: ["--help"],
+    "inspect": lambda folder: ["inspect", str(a_delta(folder)), "--tensors"],
 }
 
 

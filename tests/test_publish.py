@@ -212,11 +212,13 @@ def test_a_relative_output_stays_where_it_was_meant_when_the_current_folder_chan
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    with staged_folder(Path("out")) as folder:
-        model(folder, 1)
-        monkeypatch.chdir(tmp_path)
-    assert version_of(tmp_path / "a/out") == 1
+    for version in (1, 2):
+        monkeypatch.chdir(tmp_path / "a")
+        with staged_folder(Path("out"), force=True) as folder:
+            model(folder, version)
+            (tmp_path / "out").write_text("not meant")
+            monkeypatch.chdir(tmp_path)
+        assert version_of(tmp_path / "a/out") == version
 
 
 def test_folders_around_a_folder_are_made_and_go_again_on_failure(tmp_path: Path) -> None:
@@ -297,6 +299,20 @@ def test_force_does_not_replace_a_folder_that_is_no_model(tmp_path: Path, monkey
     (tmp_path / "empty").mkdir()
     publish_folder(tmp_path / "empty", 1, force=True)
     assert version_of(tmp_path / "empty") == 1
+
+
+def test_a_verbs_own_folder_of_other_shape_is_replaced_if_it_holds_nothing_else(tmp_path: Path) -> None:
+    demo = tmp_path / "demo"
+    known = frozenset({"base", "a.bd"})
+    for version in (1, 2):
+        with staged_folder(demo, force=True, known=known) as folder:
+            model(folder / "base", version)
+    assert version_of(demo / "base") == 2
+    (demo / "dear").write_text("")
+    with pytest.raises(UsageError, match="not a model folder"):
+        check_output(demo, folder=True, force=True, known=known)
+    with pytest.raises(UsageError, match="exists already"):
+        check_output(demo, folder=True, known=known)
 
 
 def test_the_check_alone_touches_nothing(tmp_path: Path) -> None:

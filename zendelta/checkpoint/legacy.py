@@ -52,9 +52,11 @@ def open_bin(file: Path) -> tuple[list[tuple[str, ArrayInfo, Read]], dict[str, s
     except (RuntimeError, EOFError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{file}: cannot be read as torch weights ({reason})", "fetch the file again") from None
-    for wrapper in _WRAPPERS:
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(wrapper), Mapping):
-            loaded = loaded[wrapper]
+    while isinstance(loaded, Mapping):
+        inside = next((loaded[key] for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
+        if inside is None:
+            break
+        loaded = inside
     if not isinstance(loaded, Mapping):
         raise InputError(f"{file}: holds a {type(loaded).__name__}, not named tensors", "is it the right file?")
 

@@ -58,7 +58,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # What may be written, and over what
 
 
-def check_output(final: Path, *, folder: bool, force: bool = False) -> None:
+def check_output(final: Path, *, folder: bool, force: bool = False, known: frozenset[str] = frozenset()) -> None:
     """Refuse an output that may not be written, before any work; `staged_file` and `staged_folder` ask this too.
 
     A link is refused, not followed and not replaced. With `force` a folder must be empty or look like a model folder
@@ -69,12 +69,18 @@ def check_output(final: Path, *, folder: bool, force: bool = False) -> None:
         final: the output as the user names it.
         folder: whether it is to be a folder (else a file).
         force: whether an existing one may be replaced.
+        known: names that a verb's own output folder holds; one that holds nothing else may be replaced, too.
 
     Raises:
-        UsageError: as above; a file where a folder is meant or the reverse; a file's parent folder is missing.
+        UsageError: as above; it exists and there is no `force`; a file where a folder is meant or the reverse; a
+            file's parent folder is missing.
         MachineError: no permission to write there.
     """
-    place = _places(final).final
+    _check(_places(final), folder=folder, force=force, known=known)
+
+
+def _check(output: _Places, *, folder: bool, force: bool, known: frozenset[str]) -> None:
+    final, place = output.given, output.final
     wanted, other = ("folder", "file") if folder else ("file", "folder")
     with disk_errors(final):
         try:
@@ -90,7 +96,7 @@ def check_output(final: Path, *, folder: bool, force: bool = False) -> None:
         if not force:
             raise UsageError(f"{final} exists already", f"--force replaces it, or {_ELSEWHERE}")
         if folder:
-            _check_replaceable(final, place)
+            _check_replaceable(final, place, known)
         _check_parent(final, place.parent, folder)
 
 
@@ -106,7 +112,7 @@ def _check_parent(final: Path, parent: Path, folder: bool) -> None:
         raise MachineError(f"{final}: no permission to write in {nearest}", _ELSEWHERE)
 
 
-def _check_replaceable(final: Path, place: Path) -> None:
+def _check_replaceable(final: Path, place: Path, known: frozenset[str]) -> None:
     """Raise UsageError unless the folder at `place` is one that --force may replace whole."""
     hint = "--force replaces model folders only: choose a new folder, or remove this one yourself"
     real = place.resolve()
@@ -115,11 +121,17 @@ def _check_replaceable(final: Path, place: Path) -> None:
             if real == dear.resolve() or real in dear.resolve().parents:
                 raise UsageError(f"{final} is or holds {name}", hint)
     entries = list(os.scandir(place))
-    if not entries:
-        return
     names = {entry.name for entry in entries}
     if ".git" in names:
         raise UsageError(f"{final} is a git repository, whose history would be lost", hint)
+    if not names <= known:
+        _check_model_folder(final, entries, hint)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise MachineError(f"{final}: no permission to replace it", _ELSEWHERE)
+
+
+def _check_model_folder(final: Path, entries: list[os.DirEntry[str]], hint: str) -> None:
+    names = [entry.name for entry in entries]
     if "config.json" not in names and not any(name.endswith((".safetensors", ".bin")) for name in names):
         raise UsageError(f"{final} is not a model folder ({len(names)} entries, none of them a model's)", hint)
     for entry in entries:
@@ -127,8 +139,6 @@ def _check_replaceable(final: Path, place: Path) -> None:
             weights = sorted(item.name for item in os.scandir(entry) if item.name.lower().endswith(_WEIGHTS))
             if weights:
                 raise UsageError(f"{final} also holds {entry.name}/{weights[0]}, which would be lost", hint)
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise MachineError(f"{final}: no permission to replace it", _ELSEWHERE)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -284,11 +294,11 @@ def _make_parents(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _session(given: Path, *, folder: bool, force: bool) -> Iterator[_Places]:
+def _session(given: Path, *, folder: bool, force: bool, known: frozenset[str] = frozenset()) -> Iterator[_Places]:
     """Check, lock, and clean up before and after; what is yielded is ready to be staged in."""
     place = _places(given)
     try:
-        check_output(given, folder=folder, force=force)
+        _check(place, folder=folder, force=force, known=known)
     except UsageError:
         if place.leftovers():  # of a run that was killed: removed even though this run goes no further
             with suppress(ZendeltaError, OSError), _locked(place):
@@ -302,7 +312,7 @@ def _session(given: Path, *, folder: bool, force: bool) -> Iterator[_Places]:
             try:
                 with disk_errors(given):
                     _settle(place)
-                check_output(given, folder=folder, force=force)  # again: an old folder may have been put back
+                _check(place, folder=folder, force=force, known=known)  # again: an old one may have been put back
                 yield place
                 with disk_errors(given):
                     for parent in (place.final.parent, *(path.parent for path in made)):
@@ -354,11 +364,11 @@ def _rename(source: Path, target: Path, flag: int) -> bool:
     return number == 0
 
 
-def _publish(place: _Places, *, folder: bool, force: bool) -> None:
+def _publish(place: _Places, *, folder: bool, force: bool, known: frozenset[str] = frozenset()) -> None:
     """Rename the finished temporary to its final name. What it replaces is left under another name."""
     with disk_errors(place.given):
         if force and os.path.lexists(place.final):
-            check_output(place.given, folder=folder, force=True)  # hours may have passed
+            _check(place, folder=folder, force=True, known=known)  # hours may have passed
             if not folder:
                 place.temporary.replace(place.final)
             elif not _rename(place.temporary, place.final, _RENAME_EXCHANGE):
@@ -408,7 +418,7 @@ def staged_file(final: Path, *, force: bool = False) -> Iterator[io.BufferedRand
 
 
 @contextmanager
-def staged_folder(final: Path, *, force: bool = False) -> Iterator[Path]:
+def staged_folder(final: Path, *, force: bool = False, known: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Fill a folder that appears under its final name whole or not at all.
 
     Yields an empty temporary folder beside `final`. When the block ends without an exception, everything in it is
@@ -417,16 +427,17 @@ def staged_folder(final: Path, *, force: bool = False) -> Iterator[Path]:
     Args:
         final: where the folder is to appear. Missing folders around it are made (and removed again on failure).
         force: replace a model folder that is there already, whole; see `check_output` for what is never replaced.
+        known: see `check_output`.
 
     Raises:
         UsageError: see `check_output`; another run is writing `final`.
         MachineError: the disk is full or may not be written. A full disk inside the block is translated, too.
     """
-    with _session(final, folder=True, force=force) as place:
+    with _session(final, folder=True, force=force, known=known) as place:
         with disk_errors(final):
             place.temporary.mkdir()
         with full_disk(final):
             yield place.temporary
         with disk_errors(final):
             sync_tree(place.temporary)
-        _publish(place, folder=True, force=force)
+        _publish(place, folder=True, force=force, known=known)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from zendelta.checkpoint import sidecar
-from zendelta.checkpoint.header import ArrayInfo, parse_json, read_header
+from zendelta.checkpoint.header import LFS_POINTER, ArrayInfo, parse_json, read_header
 from zendelta.checkpoint.locate import locate
 from zendelta.errors import InputError, listed
 
+_ADAPTER = "adapter_config.json"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Read = Callable[[int, memoryview], None]
 
@@ -71,9 +73,10 @@ class Checkpoint:
         found = locate(where, quiet=quiet)
         checkpoint = cls(found.path, found.name, found.revision, {})
         files, mapped = _weight_files(found.path, checkpoint.warnings)
+        _refuse_pointers(files)
         owners: dict[str, Path] = {}
-        for file in files:
-            for name, info, read in _open_file(file, checkpoint):
+        for file, tensors in zip(files, _open_files(files, checkpoint), strict=True):
+            for name, info, read in tensors:
                 if name in owners:
                     raise InputError(
                         f"{found.path}: {name} is in {owners[name].name} and in {file.name}",
@@ -88,6 +91,11 @@ class Checkpoint:
         if not checkpoint.tensors:
             raise InputError(f"{found.path}: the weights hold no tensor at all", "is it the right folder?")
         checkpoint.tensors = dict(sorted(checkpoint.tensors.items()))
+        if (checkpoint.folder / _ADAPTER).is_file() and found.path.is_dir():
+            checkpoint.warnings.append(
+                f"{found.name}: the adapter beside the weights is neither read nor carried; if it belongs to the model, "
+                "merge it into them first"
+            )
         return checkpoint
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
@@ -125,7 +133,9 @@ class Checkpoint:
         """The files that travel with the weights, by relative path; none for a single weights file."""
         if not self.path.is_dir():
             return {}
-        return sidecar.side_files(self.path)[0]
+        files = sidecar.side_files(self.path)[0]
+        files.pop(_ADAPTER, None)  # without the adapter's weights it would keep the restored model from loading
+        return files
 
     @cached_property
     def left_behind(self) -> list[str]:
@@ -229,6 +239,41 @@ def _check_index(path: Path, mapped: dict[str, str], owners: dict[str, Path], ch
         checkpoint.warnings.append(f"in the shards but not in the index, read all the same: {listed(extra)}")
 
 
+def _refuse_pointers(files: list[Path]) -> None:
+    """Say at once which files Git LFS has not fetched."""
+    pointers = []
+    for file in files:
+        with suppress(OSError), file.open("rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                pointers.append(file)
+    if not pointers:
+        return
+    folder, names = pointers[0].parent, [file.name for file in pointers]
+    what = f"{len(names)} of {len(files)} weights files are Git LFS pointers" if len(files) > 1 else "a Git LFS pointer"
+    size = pointers[0].stat().st_size
+    raise InputError(
+        f"{folder if len(files) > 1 else pointers[0]}: {what} of {size} bytes, not the weights themselves"
+        + (f": {listed(names)}" if len(files) > 1 else ""),
+        f"fetch them: cd '{folder}' && git lfs pull --include '{','.join(names)}'",
+    )
+
+
+def _open_files(files: list[Path], checkpoint: Checkpoint) -> list[list[tuple[str, ArrayInfo, Read]]]:
+    """Open every file, and report all that are at fault together."""
+    opened, errors = [], []
+    for file in files:
+        try:
+            opened.append(_open_file(file, checkpoint))
+        except InputError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        more = f"; and {len(errors) - 5} more" if len(errors) > 5 else ""
+        raise InputError("; ".join(error.message for error in errors[:5]) + more, errors[0].hint)
+    if errors:
+        raise errors[0]
+    return opened
+
+
 def _open_file(file: Path, checkpoint: Checkpoint) -> list[tuple[str, ArrayInfo, Read]]:
     if file.suffix == ".safetensors":
         arrays = read_header(file).arrays
@@ -277,7 +322,7 @@ def read_fully(fd: int, offset: int, out: memoryview, path: Path) -> None:
 def _what_is(path: Path) -> str:
     """Say what stands at `path` instead of a checkpoint."""
     names = [path.name] if path.is_file() else sorted(file.name for file in path.iterdir())
-    if "adapter_config.json" in names or path.name.startswith("adapter_model"):
+    if _ADAPTER in names or path.name.startswith("adapter_model"):
         return "a PEFT adapter"
     for suffix, what in ((".bd", "a zendelta delta file"), (".gguf", "a GGUF file"), (".pth", "raw torch weights")):
         if any(name.endswith(suffix) for name in names):
@@ -297,4 +342,6 @@ def _way_out(path: Path) -> str:
         return "use the safetensors checkpoint that it was converted from"
     if "raw torch" in what:
         return "convert it to a Hugging Face checkpoint first (transformers has a conversion script for each family)"
+    if path.suffix == ".bin":
+        return f"name the folder that holds it: {path.parent}"
     return "name a folder that holds model.safetensors, or shards with their index"

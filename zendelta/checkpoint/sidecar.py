@@ -236,13 +236,14 @@ def set_config_dtype(config_json: bytes, dtype: str) -> bytes:
     try:
         text = config_json.decode("utf-8")
         config = json.loads(text)
+        spans = list(_dtype_spans(text, _skip(text, 0))) if isinstance(config, dict) else None
     except (ValueError, RecursionError) as error:
         raise InputError(f"config.json is not valid JSON ({error})", "the file is damaged: get it again") from None
-    if not isinstance(config, dict):
+    if spans is None:
         raise InputError("config.json is not a JSON object", "the file is damaged: get it again")
     pieces: list[str] = []
     done = 0
-    for start, stop in _dtype_spans(text, _skip(text, 0)):
+    for start, stop in spans:
         pieces += [text[done:start], json.dumps(dtype)]
         done = stop
     return "".join([*pieces, text[done:]]).encode()

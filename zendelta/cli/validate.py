@@ -20,7 +20,7 @@ EXAMPLES = [
     "accelerate launch -m zendelta validate base/ ft/ coder.bd",
 ]
 
-_NOTICEABLE = 0.1  # of all weights: what rounding may leave unmoved beyond the fine-tune's own before it is said
+_NOTICEABLE = 0.05  # of all weights: what rounding may leave unmoved beyond the fine-tune's own before it is said
 
 
 def validate(

@@ -18,6 +18,8 @@ from .measure import perplexity
 from .texts import held_out
 from .train import STEPS, train_pair
 
+_PARTS = frozenset({"base", "finetuned", "finetuned.bd", "restored"})
+
 
 @dataclass
 class DemoReport:
@@ -71,8 +73,8 @@ def run_demo(
         MachineError: transformers is missing; the disk is full.
     """
     folder = Path(folder)
-    check_output(folder, folder=True, force=force)
-    with staged_folder(folder, force=force) as place:
+    check_output(folder, folder=True, force=force, known=_PARTS)
+    with staged_folder(folder, force=force, known=_PARTS) as place:
         pair = train_pair(place, steps=steps, report=report)
         delta, restored = place / "finetuned.bd", place / "restored"
         report("compressing")

@@ -20,7 +20,7 @@ from zendelta.errors import InputError, UsageError, listed
 from zendelta.pipeline.report import Progress, no_progress
 from zendelta.walk.order import default_threads
 from zendelta.walk.pair import buffer_bytes
-from zendelta.walk.restore import Restored, refuse_unfit, restore, wrong_base
+from zendelta.walk.restore import Restored, reads_base, refuse_unfit, restore, wrong_base
 
 _NOTICEABLE = 0.05  # share of unmoved weights above which a note says so
 _BY_NAME = {name: dtype for dtype, name in CONFIG_NAMES.items()}
@@ -149,8 +149,8 @@ def apply(
 
 def _sources(base: Checkpoint, file: BdFile) -> list[str]:
     """Return the base tensors that restoring reads, once for each time it does."""
-    entries = file.content.tensors.values()
-    return [base.aliases.get(entry.source, entry.source) for entry in entries if entry.source is not None]
+    sources = [entry.source for entry in file.content.tensors.values() if reads_base(entry)]
+    return [base.aliases.get(source, source) for source in sources if source is not None]
 
 
 def _side_files(base: Checkpoint, file: BdFile, dtype: str | None) -> dict[str, bytes]:

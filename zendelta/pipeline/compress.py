@@ -43,6 +43,7 @@ class CompressReport:
         finetuned_bytes: size of the fine-tune's tensors.
         bits_per_weight: bits of the file per entry of the fine-tune, carried files left out.
         error: relative error of the restored delta over all tensors that have one.
+        aliases: names that repeat another tensor, to that tensor's name.
         zeros: share of weights that the fine-tune did not change.
         files: the carried files, each ``base`` (equal to the base's, nothing stored) or ``file``.
         peak_memory: bytes of buffers that the walk holds at most.
@@ -56,6 +57,7 @@ class CompressReport:
     device: str
     threads: int
     tensors: list[TensorReport]
+    aliases: dict[str, str]
     dropped: list[str]
     files: dict[str, str]
     notes: list[str]
@@ -401,6 +403,7 @@ class _Compression:
             device=device,
             threads=self.threads,
             tensors=tensors,
+            aliases=self.aliases,
             dropped=plan.dropped,
             files={path: entry["from"] for path, entry in self.files.items()},
             notes=[*plan.notes, *plan.ft.left_behind],

@@ -85,3 +85,39 @@ def kind_of(name: str) -> str:
     """
     match = LAYER.search(name)
     return re.sub(r"\.\d+(?=\.|$)", "", name[match.end() :] if match else name)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Tensors of one kind that are stored in one way; `name` is the tensor's own where there is only one.
+
+    The bytes are those of all of them together.
+    """
+
+    name: str
+    tensors: int
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str
+    reason: str
+    raw_bytes: int
+    stored_bytes: int
+
+
+def alike(tensors: Iterable[TensorReport], kind: Callable[[str], str]) -> list[Alike]:
+    """Take together the tensors that agree in kind, dtype, shape, codec and reason, in order of their first ones.
+
+    Args:
+        kind: of a tensor's name: the name without the numbers that count layers.
+    """
+    groups: dict[tuple[Any, ...], list[TensorReport]] = {}
+    for tensor in tensors:
+        key = (kind(tensor.name), tensor.dtype, tensor.shape, tensor.codec, tensor.reason)
+        groups.setdefault(key, []).append(tensor)
+    return [
+        Alike(
+            found[0].name if len(found) == 1 else key[0], len(found), *key[1:],
+            sum(tensor.raw_bytes for tensor in found), sum(tensor.stored_bytes for tensor in found),
+        )
+        for key, found in groups.items()
+    ]  # fmt: skip

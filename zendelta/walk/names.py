@@ -5,6 +5,7 @@ From headers and config.json alone. A guess is made only where one answer stands
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from zendelta.checkpoint.reader import Checkpoint, Tensor
@@ -90,37 +91,45 @@ def _exchange(
     differ in `words` alone, or where there is but one name.
     """
     used = set(sources.values())
-    free_names = {name: source for name, source in known.items() if source not in used}
+    ours = [name for name in ft.tensors if name not in sources]
+    theirs = {name: source for name, source in known.items() if source not in used}
     ends: dict[str, list[str]] = {}
-    for name in free_names:
+    for name in theirs:
         for prefix, end in _splits(name):
             ends.setdefault(end, []).append(prefix)
-    votes: dict[Exchange, dict[str, str]] = {}
-    for name, tensor in ft.tensors.items():
-        for new, end in _splits(name) if name not in sources else ():
-            olds = [old for old in ends.get(end, ()) if fits(tensor, base.tensors[known[old + end]])]
+    votes: Counter[Exchange] = Counter()
+    for name in ours:
+        for new, end in _splits(name):
+            olds = [old for old in ends.get(end, ()) if fits(ft.tensors[name], base.tensors[theirs[old + end]])]
             olds = [old for old in olds if free or _kin(new, old)]
-            for old in olds:
-                votes.setdefault((new, old), {})[name] = known[old + end]
+            votes.update((new, old) for old in olds)
             if olds:
                 break
-    ranked = sorted(votes, key=lambda exchange: -len(votes[exchange]))
-    for new, old in ranked:
-        count = len(votes[new, old])
+
+    def mapped_by(new: str, old: str) -> dict[str, str]:
+        renamed = {name: old + name[len(new) :] for name in ours if name.startswith(new)}
+        return {name: theirs[as_] for name, as_ in renamed.items() if as_ in theirs}
+
+    ranked = votes.most_common()
+    for (new, old), count in ranked:
         if count < 2 and len(ft.tensors) > 1 and not _words(new) ^ _words(old) <= words:
             continue
-        renamed = {name: old + name.removeprefix(new) for name in ft.tensors if name.startswith(new)}
-        mapped = {n: free_names[as_] for n, as_ in renamed.items() if n not in sources and as_ in free_names}
+        mapped = mapped_by(new, old)
         if not free and not all(fits(ft.tensors[name], base.tensors[source]) for name, source in mapped.items()):
             continue
-        rivals = [other for other in ranked if len(votes[other]) == count and _clash(votes[other], votes[new, old])]
-        if len(rivals) == 1:  # itself
+        rivals = [
+            other
+            for other, others in ranked
+            if others == count and other != (new, old) and (other[0] == new or other[1] == old)
+        ]
+        rival = next((other for other in rivals if _clash(mapped, mapped_by(*other))), None)
+        if rival is None:
             return (new, old), mapped
         if free:
-            pairs = [f"{one or '(none)'} -> {other or '(none)'}" for one, other in rivals]
+            pairs = [f"{one or '(none)'} -> {other or '(none)'}" for one, other in ((new, old), rival)]
             raise InputError(
-                f"{base.path} and {ft.path}: names differ by a prefix, and {len(rivals)} mappings fit equally well: "
-                f"{listed(pairs)}",
+                f"{base.path} and {ft.path}: names differ by a prefix, and two mappings fit equally well: "
+                f"{' and '.join(pairs)}",
                 "rename the tensors of one of the two so that the names agree",
             )
     return None
@@ -187,8 +196,10 @@ def _refuse_other_expert_layout(base: Checkpoint, ft: Checkpoint) -> None:
 
     def layouts(one: Checkpoint, other: Checkpoint) -> tuple[list[str], list[str]]:
         alone = [name for name in one.tensors if name not in other.tensors and ".experts." in name]
-        single = [name for name in alone if name.split(".experts.", 1)[1][:1].isdigit()]
-        return single, [name for name in alone if name not in single and len(one.tensors[name].shape) > 1]
+        numbered = [name.split(".experts.", 1)[1][:1].isdigit() for name in alone]
+        single = [name for name, apart in zip(alone, numbered, strict=True) if apart]
+        fused = [name for name, apart in zip(alone, numbered, strict=True) if not apart]
+        return single, [name for name in fused if len(one.tensors[name].shape) > 1]
 
     base_single, base_fused = layouts(base, ft)
     ft_single, ft_fused = layouts(ft, base)

@@ -241,7 +241,7 @@ def restore(
             if payloads.pop(part.name).hex() != entry.payload:
                 raise InputError(f"{file.path}: the arrays of {part.name} are damaged", "get the .bd file again")
             found = prints.pop(part.name, None)
-            if entry.source is not None and _reads_base(entry):
+            if entry.source is not None and reads_base(entry):
                 print_ = (found or _begin(base, entry.source)).hex()
                 if print_ != entry.base:
                     wrong.append(part.name)
@@ -280,7 +280,7 @@ def _begin(base: Checkpoint, source: str) -> Fingerprint:
     return started
 
 
-def _reads_base(entry: Entry) -> bool:
+def reads_base(entry: Entry) -> bool:
     """Whether restoring the tensor takes the base's values: it is the same, or a term adds to them."""
     return entry.source is not None and (not entry.terms or any(CODECS[term.codec].adds for term in entry.terms))
 
@@ -310,7 +310,7 @@ def _of_entry(base: Checkpoint, name: str, entry: Entry, out_dtype: str, block_b
             if CODECS[term.codec].adds:
                 reached = end
             yield _Part(name, entry, index, block, (start, end) if CODECS[term.codec].adds else (0, 0), False)
-    if tensor is not None and _reads_base(entry):
+    if tensor is not None and reads_base(entry):
         for first in range(reached, tensor.nbytes, block_bytes):
             rest = (first, min(first + block_bytes, tensor.nbytes))
             yield _Part(name, entry, None, Block(0, 0, 0, 0, True), rest, False)
