@@ -256,7 +256,28 @@ def test_a_bin_file_that_is_cut_is_named(tmp_path: Path, how: str) -> None:
         assert same_bits(tensor_of(Checkpoint.open(tmp_path / "model"), "a.weight"), normal(32, 32))
     else:
         said = refused(lambda: Checkpoint.open(tmp_path / "model"), tmp_path)
-        assert f"{weights}: cannot be read as torch weights" in said and "fetch the file again" in said
+        assert f"{weights}: cannot be read as torch weights" in said and "etch" in said
+
+
+@pytest.mark.parametrize("length", [0, 3, 30, 100, 200, -30_000, -1])
+def test_a_bin_file_of_before_zip_that_is_cut_is_never_a_fault_of_ours(tmp_path: Path, length: int) -> None:
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model/pytorch_model.bin"
+    torch.save({"a.weight": torch.ones(100, 100)}, weights, _use_new_zipfile_serialization=False)
+    weights.write_bytes(weights.read_bytes()[:length])
+    assert f"{weights}: cannot be read as torch weights" in refused(
+        lambda: Checkpoint.open(tmp_path / "model"), tmp_path
+    )
+
+
+def test_a_web_page_in_place_of_weights_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        weights = tmp_path / "model" / name
+        weights.write_bytes(b"<!DOCTYPE html><html>Sign in to continue</html>" * 3)
+        said = refused(lambda: Checkpoint.open(tmp_path / "model"), tmp_path)
+        assert str(weights) in said and "is it the right file" in said and "141 bytes" in said
+        assert "<!DOCTYPE html>" in said or name == "model.safetensors"
 
 
 def tensor_of(checkpoint: Checkpoint, name: str) -> torch.Tensor:
@@ -413,10 +434,11 @@ def test_a_pickle_that_runs_code_is_refused_and_not_executed(tmp_path: Path, for
     pair = base_and(tmp_path, saved, legacy=form == "legacy")
     weights = pair.finetuned / "pytorch_model.bin"
     if form == "plain pickle":
-        weights.write_bytes(pickle.dumps(saved["bomb"]))
+        weights.write_bytes(pickle.dumps(saved["bomb"], protocol=2))
     for run in every_reader(pair.base, pair.finetuned, tmp_path / "a.bd"):
         said = refused(run, tmp_path)
-        assert f"{weights}: the pickle holds more than tensors" in said and "safetensors" in said
+        assert f"{weights}: the pickle holds more than tensors (posix.mkdir); loading it could run code" in said
+        assert "ask its author for safetensors" in said
     assert not (tmp_path / "executed").exists()
     torch.load(weights, weights_only=False) if form != "plain pickle" else pickle.loads(weights.read_bytes())
     assert (tmp_path / "executed").exists(), "the bomb works"

@@ -31,7 +31,7 @@ from checkpoints import (
 )
 from conftest import make_pair
 
-from zendelta import InputError, UsageError, apply, compress, diff, validate
+from zendelta import InputError, UsageError, apply, compress, diff, inspect, validate
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +106,25 @@ def test_added_tokens_are_stored_raw_and_the_shared_rows_as_signs(tmp_path: Path
     model = llama(tmp_path, "out")
     assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == 96 + extra
     assert (tmp_path / "out/config.json").read_bytes() == (pair.finetuned / "config.json").read_bytes()
+
+
+def test_a_head_s_bias_and_a_kept_embedding_grow_too_and_count_only_what_they_share(tmp_path: Path) -> None:
+    base = {"lm_head.bias": normal(500, seed=1), "embed.weight": normal(40, 64), "ids": torch.arange(500)}
+    base["lm_head.bias"][::2] = 0
+    finetuned = change_all(base)
+    finetuned["lm_head.bias"][::4] = 0
+    for name, more in (("lm_head.bias", torch.zeros(3)), ("embed.weight", normal(2, 64)), ("ids", torch.arange(2))):
+        finetuned[name] = torch.cat([finetuned[name], more.to(finetuned[name].dtype)])
+    out = there_and_back(write(tmp_path / "b", base), write(tmp_path / "f", finetuned), keep=["embed.*=dense"])
+    assert equal(out, finetuned)
+    assert set(codecs(tmp_path / "f.bd").values()) == {"dense+new"}
+    plan = compress(tmp_path / "b", tmp_path / "f", tmp_path / "x.bd", dry_run=True)
+    assert {t.name: t.reason for t in plan.tensors}["lm_head.bias"] == "one-dimensional; 3 new rows"
+    found = {t.name: t for t in inspect(tmp_path / "f.bd").tensors}
+    delta = finetuned["lm_head.bias"][:500].double() - base["lm_head.bias"].double()
+    assert found["lm_head.bias"].zeros == float((delta == 0).double().mean()) > 0.2
+    assert found["lm_head.bias"].square_sum == pytest.approx(float(delta.square().sum()), rel=1e-9)
+    assert found["ids"].zeros is None
 
 
 def test_fewer_rows_than_the_base_are_a_change_of_the_shared_ones(tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ def expected(ft: torch.Tensor, base: torch.Tensor | None, alpha: str, wanted: st
     pays = 2 * (stack * rows * math.ceil(cols / 8) + 4 * scales) <= ft.numel() * BYTES[dtype]
     codec = "sign" if floating and ft.dim() >= 2 and ft.numel() >= 256 and pays else "dense"
     codec = wanted or codec
-    if codec == "sign":
-        codec = "+".join((["sign"] if shared else []) + (["new"] if stack * rows > shared else []))
+    if stack * rows > shared:
+        codec = "+".join(([codec] if shared else []) + ["new"])
     equal = dtype == dtype_of(base) and raw(ft) == raw(base)
     if ft.shape == base.shape and (equal or (floating and np.array_equal(doubles(ft), doubles(base)))):
         codec = "same"

@@ -7,6 +7,9 @@ loaded whole, which is the one place where memory is bounded by a file.
 from __future__ import annotations
 
 import pickle
+import re
+import struct
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,15 +45,24 @@ def open_bin(file: Path) -> tuple[list[tuple[str, ArrayInfo, Read]], dict[str, s
             f"{file}: a Git LFS pointer, not the weights themselves",
             f"fetch the file: cd '{file.parent}' && git lfs pull --include '{file.name}'",
         )
-    try:
-        loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=start[:2] == b"PK")
-    except pickle.UnpicklingError:
+    if not start.startswith((b"PK", b"\x80")):
         raise InputError(
-            f"{file}: the pickle holds more than tensors; loading it could run code, so it was not loaded",
+            f"{file}: cannot be read as torch weights ({file.stat().st_size} bytes, the first are {start[:16]!r})",
+            "is it the right file? Fetch it again",
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on old formats are not for whoever compresses them
+            loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=start[:2] == b"PK")
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"more than tensors ({wanted[1]})" if wanted else "more than tensors"
+        raise InputError(
+            f"{file}: the pickle holds {what}; loading it could run code, so it was not loaded",
             "ask its author for safetensors, or convert it yourself where you trust it",
         ) from None
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (RuntimeError, EOFError, ValueError, OSError, LookupError, TypeError, AttributeError, struct.error) as error:
+        reason = str(error).splitlines()[0].partition(". In PyTorch")[0] if str(error) else type(error).__name__
         raise InputError(f"{file}: cannot be read as torch weights ({reason})", "fetch the file again") from None
     while isinstance(loaded, Mapping):
         inside = next((loaded[key] for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
@@ -74,8 +86,8 @@ def open_bin(file: Path) -> tuple[list[tuple[str, ArrayInfo, Read]], dict[str, s
             continue
         owners[place] = name
         found[name] = value.detach()
-    warnings = [f"{file.name}: not tensors, left out: {', '.join(other)}"] if other else []
-    return [_entry(file, name, value) for name, value in found.items()], aliases, warnings
+    notes = [f"{file.name}: not tensors, left out: {', '.join(other)}"] if other else []
+    return [_entry(file, name, value) for name, value in found.items()], aliases, notes
 
 
 def _entry(file: Path, name: str, value: torch.Tensor) -> tuple[str, ArrayInfo, Read]:

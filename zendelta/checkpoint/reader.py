@@ -93,8 +93,8 @@ class Checkpoint:
         checkpoint.tensors = dict(sorted(checkpoint.tensors.items()))
         if (checkpoint.folder / _ADAPTER).is_file() and found.path.is_dir():
             checkpoint.warnings.append(
-                f"{found.name}: the adapter beside the weights is neither read nor carried; if it belongs to the model, "
-                "merge it into them first"
+                f"{found.name}: the adapter beside the weights is neither read nor carried; "
+                "if it belongs to the model, merge it into them first"
             )
         return checkpoint
 

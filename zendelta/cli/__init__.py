@@ -2,6 +2,7 @@
 
 A verb is a function in a file of its name, and one line in `VERBS` of `app.py`:
 
+    REPORT = "zendelta.pipeline.shrink.ShrinkReport"  # what --json prints, for docs/cli.md
     EXAMPLES = ["zendelta shrink model -o small.bd"]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import RenderableType
 
+from zendelta.cli import report as show
 from zendelta.cli.options import (
     METHOD,
     Base,
@@ -20,23 +21,25 @@ from zendelta.cli.options import (
     Threads,
 )
 from zendelta.cli.output import Output
-from zendelta.cli.report import codec_table, error_words, names, plan_table
 from zendelta.cli.text import facts, percent, size
 
+REPORT = "zendelta.pipeline.compress.CompressReport"  # what --json prints
 EXAMPLES = [
     "zendelta compress base/ ft/ -o coder.bd",
-    "zendelta compress meta-llama/Llama-3.2-1B ./coder -o coder.bd --keep 'lm_head.*=dense'",
     "zendelta compress base/ ft/ -o coder.bd --dry-run",
+    "zendelta compress org/base org/coder@main -o coder.bd --keep 'lm_head.*=dense'",
 ]
 
 
 def compress(
     base: Base,
     finetuned: Finetuned,
-    output: OutputPath,
+    *,
     alpha: Annotated[
         Literal["row", "matrix"],
-        typer.Option("--alpha", help="One scale for each row, or for each matrix.", rich_help_panel=METHOD),
+        typer.Option(
+            "--alpha", metavar="row|matrix", help="One scale for each row, or for each matrix.", rich_help_panel=METHOD
+        ),
     ] = "row",
     keep: Annotated[
         list[str] | None,
@@ -47,6 +50,7 @@ def compress(
             rich_help_panel=METHOD,
         ),
     ] = None,
+    output: OutputPath,
     force: Force = False,
     dry_run: DryRun = False,
     device: Device = "auto",
@@ -57,7 +61,6 @@ def compress(
     """Store what a fine-tune changed, at about one bit per weight, as one .bd file."""
     from zendelta.checkpoint.reader import Checkpoint
     from zendelta.pipeline.compress import compress as run
-    from zendelta.pipeline.report import by_codec
 
     out = Output(json=json, quiet=quiet)
     old, new = (Checkpoint.open(side, quiet=json or quiet) for side in (base, finetuned))
@@ -76,31 +79,29 @@ def compress(
         )
     for note in report.notes:
         out.warn(note)
-    views: list[RenderableType] = [codec_table(by_codec(report.tensors))]
-    if dry_run:
-        views = [plan_table(report.tensors), *views]
-    kept = f", {size(report.file_bytes)} of it config and tokenizer" if report.file_bytes else ""
-    most = "at most " if dry_run else ""
-    views.append(
+    views: list[RenderableType] = [
+        show.codec_table(report.codecs, report.file_bytes, report.header_bytes),
         facts(
             [
-                ("file", f"{most}{size(report.output_bytes)}{kept}"),
-                (
-                    "ratio",
-                    f"{report.ratio:.2f} times smaller than the fine-tune's {size(report.finetuned_bytes)}, "
-                    f"{report.bits_per_weight:.2f} bits per weight",
-                ),
-                ("error", error_words(report.error)),
-                ("worst", ", ".join(f"{t.name} {t.error:.3f}" for t in report.worst(3))),
-                ("new", names([t.name for t in report.tensors if "new" in t.codec])),
-                ("aliases", names([f"{t.name} = {t.source}" for t in report.tensors if t.codec == "alias"])),
-                ("dropped", names(report.dropped)),
-                ("memory", f"buffers of {size(report.peak_memory)}" if dry_run else None),
-                ("disk", f"{size(report.free_bytes)} free" if dry_run else None),
-                ("unchanged", percent(report.zeros) + " of the weights" if report.zeros else None),
+                ("file", f"{'at most ' if dry_run else ''}{size(report.output_bytes)}, {report.output}"),
+                ("ratio", show.ratio_words(report.ratio, report.ratio_without_files, report.finetuned_bytes)),
+                ("size", f"{report.bits_per_weight:.2f} bits per weight"),
+                ("error", show.error_words(report.error)),
+                ("unchanged", f"{percent(report.zeros)} of the weights" if report.zeros is not None else None),
+                ("new", show.names([tensor.name for tensor in report.tensors if "new" in tensor.codec])),
+                ("aliases", show.names([f"{name} = {target}" for name, target in report.aliases.items()])),
+                ("dropped", show.names(report.dropped)),
+                ("memory", show.memory_words(report.peak_memory) if dry_run else None),
+                ("disk", show.disk_words(report.output_bytes, report.free_bytes) if dry_run else None),
             ]
-        )
-    )
+        ),
+    ]
+    if dry_run:
+        failure = show.too_full(report.output, report.output_bytes, report.free_bytes)
+        out.result(report.to_json(), show.plan_table(report.tensors), *views, failure=failure)
+        return
+    if worst := report.worst():
+        views.insert(1, show.worst_table(worst))
     out.result(report.to_json(), *views)
-    if not dry_run:
-        out.note(f"next: zendelta validate {base} {finetuned} {output}")
+    out.note(f"next: {show.command('validate', base, finetuned, output, device=device, threads=threads)}")
+    out.note(f"      {show.command('apply', base, output, '-o', 'FOLDER', device=device, threads=threads)}")

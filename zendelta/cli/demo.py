@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from zendelta.cli import report as show
 from zendelta.cli.options import OUTPUT, Force, Json, Quiet
 from zendelta.cli.output import Output
 from zendelta.cli.text import Number, duration, facts, size, table
 
-EXAMPLES = ["zendelta demo", "zendelta demo -o /tmp/demo --force"]
+REPORT = "zendelta.demo.run.DemoReport"  # what --json prints
+EXAMPLES = ["zendelta demo", "zendelta demo -o try --force", "zendelta demo --json --quiet"]
 
 
 def demo(
@@ -33,12 +35,10 @@ def demo(
     out, start = Output(json=json, quiet=quiet), time.monotonic()
 
     def say(line: str) -> None:
-        out.note(f"{duration(time.monotonic() - start):>8}  {line}")
+        out.note(f"{duration(time.monotonic() - start):>11}  {line}")
 
     report = run_demo(output, force=force, report=say)
-    carried = f"{size(report.carried_bytes)} of it config and tokenizer"
-    if not report.carried_bytes:
-        carried = "config and tokenizer equal the base's and take nothing"
+    folder = Path(report.folder)
 
     def row(name: str, model: str, bytes_: int) -> tuple[str, Number, Number, Number]:
         known = report.perplexities[model]
@@ -47,27 +47,25 @@ def demo(
     out.result(
         report.to_json(),
         table(
-            ["model", "size", "perplexity, novel", "perplexity, treatise"],
+            ["perplexity on unseen text (lower is better)", "size", "novel", "treatise"],
             [
-                row("base, trained on a novel", "base", report.base_bytes),
-                row("fine-tune, trained on a treatise", "finetuned", report.finetuned_bytes),
+                row("base, trained on the novel", "base", report.base_bytes),
+                row("fine-tune, trained on the treatise", "finetuned", report.finetuned_bytes),
                 row("base + .bd file", "restored", report.delta_bytes),
             ],
         ),
         facts(
             [
-                ("file", f"{size(report.delta_bytes)}, {carried}"),
-                (
-                    "ratio",
-                    f"{report.ratio_without_files:.1f} times smaller than the fine-tune's weights "
-                    f"({report.ratio:.1f} with the files it carries), {report.bits_per_weight:.2f} bits per weight",
-                ),
-                ("error", f"{report.error:.3f} of the change, {report.error_rounded:.3f} after rounding to bf16"),
-                ("validated", "the file and the weights agree" if report.validated else "no"),
+                ("ratio", show.ratio_words(report.ratio, report.ratio_without_files, report.finetuned_bytes)),
+                ("size", f"{report.bits_per_weight:.2f} bits for each of {report.parameters:,} weights"),
+                ("carried files", size(report.carried_bytes) if report.carried_bytes else "none: all equal the base's"),
+                ("error", show.error_words(report.error)),
+                ("validated", "the file says the truth about the weights" if report.validated else "no"),
             ]
         ),
-        f"The models are in {report.folder}. Go on with them:",
-        f"  zendelta diff {report.folder}/base {report.folder}/finetuned",
-        f"  zendelta inspect {report.folder}/finetuned.bd",
-        f"  zendelta apply {report.folder}/base {report.folder}/finetuned.bd -o {report.folder}-restored",
+        f"Everything is in {folder}. Go on with it:",
+        f"  {show.command('diff', folder / 'base', folder / 'finetuned')}",
+        f"  {show.command('inspect', folder / 'finetuned.bd')}",
+        f"  {show.command('validate', folder / 'base', folder / 'finetuned', folder / 'finetuned.bd')}",
+        f"  {show.command('apply', folder / 'base', folder / 'finetuned.bd', '-o', f'{folder}-restored')}",
     )

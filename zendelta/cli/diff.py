@@ -6,12 +6,17 @@ from typing import Annotated
 
 import typer
 
+from zendelta.cli import report as show
 from zendelta.cli.options import OUTPUT, Base, Device, Finetuned, Json, Quiet, Threads
 from zendelta.cli.output import Output
-from zendelta.cli.report import names
-from zendelta.cli.text import facts, percent, table
+from zendelta.cli.text import Name, Number, facts, percent, table
 
-EXAMPLES = ["zendelta diff base/ ft/", "zendelta diff base/ ft/ --tensors --json"]
+REPORT = "zendelta.pipeline.diff.DiffReport"  # what --json prints
+EXAMPLES = [
+    "zendelta diff base/ ft/",
+    "zendelta diff org/base org/coder@main --tensors",
+    "zendelta diff base/ ft/ --json",
+]
 
 
 def diff(
@@ -20,10 +25,10 @@ def diff(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor, not only each kind.", rich_help_panel=OUTPUT)
     ] = False,
-    device: Device = "auto",
-    threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
+    device: Device = "auto",
+    threads: Threads = None,
 ) -> None:
     """Measure what a fine-tune changed, and tell whether one bit per weight will hold it."""
     from zendelta.checkpoint.reader import Checkpoint
@@ -35,29 +40,35 @@ def diff(
         report = run(old, new, device=device, threads=threads, progress=bar)
     for note in report.notes:
         out.warn(note)
-    rows = report.tensors if tensors else report.kinds()
     out.result(
         report.to_json(),
         table(
             ["tensor" if tensors else "kind of matrix", "change", "cosine", "unchanged", "one-bit error"],
             [
                 (
-                    row.name,
-                    percent(row.change) if row.change is not None else None,
-                    f"{row.cosine:.6f}" if row.cosine is not None else None,
-                    percent(row.zeros) if row.zeros is not None else None,
-                    row.error,
+                    Name(row.name),
+                    _change(row.change),
+                    None if row.cosine is None else Number(f"{row.cosine:.6f}"),
+                    show.share(row.zeros),
+                    show.error_number(row.error),
                 )
-                for row in rows
+                for row in (report.tensors if tensors else report.kinds)
             ],
         ),
         facts(
             [
-                ("change", f"{percent(report.change)} of the base's norm" if report.change is not None else None),
+                ("change", f"{_change(report.change)} of the base's norm" if report.change is not None else None),
                 ("unchanged", f"{percent(report.zeros)} of the weights" if report.zeros is not None else None),
-                ("new", names([t.name for t in report.tensors if "new" in t.codec])),
-                ("dropped", names(report.dropped)),
+                ("new", show.names([tensor.name for tensor in report.tensors if "new" in tensor.codec])),
+                ("dropped", show.names(report.dropped)),
                 ("verdict", f"{report.verdict}: {report.advice}"),
             ]
         ),
     )
+    if report.verdict in ("ordinary", "tiny change"):
+        out.note(f"next: {show.command('compress', base, finetuned, '-o', 'FILE.bd', device=device, threads=threads)}")
+
+
+def _change(change: float | None) -> Number | None:
+    """A relative change in percent, to two digits however small it is."""
+    return None if change is None else Number(f"{100 * change:.2g} %")

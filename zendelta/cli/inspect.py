@@ -7,12 +7,17 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
+from zendelta.cli import report as show
 from zendelta.cli.options import OUTPUT, Delta, Json, Quiet
 from zendelta.cli.output import Output
-from zendelta.cli.report import codec_table, error_words, names
-from zendelta.cli.text import bars, facts, percent, size, table
+from zendelta.cli.text import Bar, Name, facts, percent, size, table
 
-EXAMPLES = ["zendelta inspect coder.bd", "zendelta inspect coder.bd --tensors", "zendelta inspect coder.bd --json"]
+REPORT = "zendelta.pipeline.inspect.InspectReport"  # what --json prints
+EXAMPLES = [
+    "zendelta inspect coder.bd",
+    "zendelta inspect coder.bd --tensors",
+    "zendelta inspect coder.bd --json",
+]
 
 
 def inspect(
@@ -25,51 +30,69 @@ def inspect(
     from zendelta.pipeline.inspect import inspect as run
 
     report = run(delta)
-    carried = {path: count for path, count in report.files.items() if count}
+    carried = [f"{path} ({size(count)})" for path, count in report.files.items() if count]
+    shared = [path for path, count in report.files.items() if not count]
     views: list[RenderableType] = [
         facts(
             [
-                ("file", f"{report.path}, {size(report.bytes)}, by {report.writer}"),
+                ("file", f"{size(report.bytes)}, {report.path}, by {report.writer}"),
                 ("fine-tune", _model(report.finetuned)),
                 ("base", _model(report.base)),
-                (
-                    "ratio",
-                    f"{report.ratio:.2f} times smaller than the fine-tune's {size(report.finetuned_bytes)}, "
-                    f"{report.bits_per_weight:.2f} bits per weight",
-                ),
-                ("error", error_words(report.error)),
+                ("options", ", ".join(f"{key} {_said(value)}" for key, value in report.options.items() if value)),
+                ("ratio", show.ratio_words(report.ratio, report.ratio_without_files, report.finetuned_bytes)),
+                ("size", f"{report.bits_per_weight:.2f} bits for each of {report.weights:,} weights"),
+                ("error", show.error_words(report.error)),
                 ("unchanged", f"{percent(report.zeros)} of the weights" if report.zeros is not None else None),
-                ("aliases", names([f"{name} = {target}" for name, target in report.aliases.items()])),
-                ("dropped", names(report.dropped)),
-                ("carried", names([f"{path} {size(count)}" for path, count in carried.items()], 8)),
-                ("of the base", names([path for path, count in report.files.items() if not count], 8)),
+                ("aliases", show.names([f"{name} = {target}" for name, target in report.aliases.items()])),
+                ("dropped", show.names(report.dropped)),
+                ("carried files", show.names(carried, 8)),
+                ("same as base's", show.names(shared, 8)),
             ]
         ),
-        codec_table(report.codecs),
+        show.codec_table(report.codecs, report.file_bytes, report.header_bytes),
         table(
             ["kind of matrix", "tensors", "in the file", "error", "unchanged"],
-            [(g.name, g.tensors, size(g.stored_bytes), g.error, _share(g.zeros)) for g in report.kinds],
+            [
+                (
+                    Name(kind.name),
+                    kind.tensors,
+                    size(kind.stored_bytes),
+                    show.error_number(kind.error),
+                    show.share(kind.zeros),
+                )
+                for kind in report.kinds
+            ],
         ),
-        bars(
-            [(g.name, g.error, f"{g.error:.3f}") for g in report.layers if g.error is not None],
-            headers=("layer", "error"),
+        table(
+            ["layer", "tensors", "in the file", "error", "", "unchanged"],
+            [
+                (
+                    Name(layer.name),
+                    layer.tensors,
+                    size(layer.stored_bytes),
+                    show.error_number(layer.error),
+                    Bar(layer.error or 0.0, 16),
+                    show.share(layer.zeros),
+                )
+                for layer in report.layers
+            ],
         ),
     ]
     if tensors:
         views.append(
             table(
-                ["tensor", "shape", "dtype", "codec", "in the file", "error", "unchanged"],
+                ["tensor", "shape", "dtype", "stored as", "in the file", "error", "unchanged"],
                 [
                     (
-                        t.name,
-                        "x".join(map(str, t.shape)),
-                        t.dtype,
-                        t.codec,
-                        size(t.stored_bytes),
-                        t.error,
-                        _share(t.zeros),
+                        Name(tensor.name),
+                        show.shape(tensor.shape),
+                        tensor.dtype,
+                        tensor.codec,
+                        size(tensor.stored_bytes),
+                        show.error_number(tensor.error),
+                        show.share(tensor.zeros),
                     )
-                    for t in report.tensors
+                    for tensor in report.tensors
                 ],
             )
         )
@@ -78,8 +101,8 @@ def inspect(
 
 def _model(model: dict[str, object]) -> str:
     revision = f"@{model['revision']}" if model.get("revision") else ""
-    return f"{model['name']}{revision} (fingerprint {model['fingerprint']})"
+    return f"{model['name']}{revision}, fingerprint {model['fingerprint']}"
 
 
-def _share(share: float | None) -> str | None:
-    return percent(share) if share is not None else None
+def _said(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -46,14 +47,29 @@ def size(count: float) -> Number:
 def percent(share: float) -> Number:
     """A share of a whole; neither nothing nor everything is said of what is only near it.
 
-    >>> [percent(s) for s in (0, 0.00003, 0.0123, 0.5, 0.98765, 0.99999, 1, 1.4142)]
-    ['0 %', '<0.01 %', '1.2 %', '50 %', '98.8 %', '>99.9 %', '100 %', '141 %']
+    >>> [percent(s) for s in (0, 0.00003, 0.0012, 0.0123, 0.5, 0.98765, 0.99999, 1)]
+    ['0 %', '<0.01 %', '0.12 %', '1.2 %', '50.0 %', '98.8 %', '>99.9 %', '100 %']
     """
-    if 0 < share < 0.0001:
+    if share in (0, 1):
+        return Number(f"{share:.0%}".replace("%", " %"))
+    if share < 0.0001:
         return Number("<0.01 %")
     if 0.9995 <= share < 1:
         return Number(">99.9 %")
-    return Number(f"{100 * share:.{2 if share < 0.1 else 3}g} %")
+    return Number(f"{100 * share:.{2 if share < 0.01 else 1}f} %")
+
+
+def fixed(value: float, digits: int = 3) -> Number:
+    """A number with so many digits behind the point; an exact zero is just that.
+
+    >>> [fixed(v) for v in (0, 0.59781, 1)]
+    ['0', '0.598', '1.000']
+    """
+    return Number("0" if value == 0 else f"{value:.{digits}f}")
+
+
+class Name(str):
+    """A tensor's name or a path: where a table's column is too narrow for it, it is broken after a dot or a slash."""
 
 
 def duration(seconds: float) -> str:
@@ -75,7 +91,7 @@ def duration(seconds: float) -> str:
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
     """A table of plain cells; columns of numbers stand on the right, whole numbers with thousands separators.
 
-    A `None` is shown as a dash.
+    A `None` is shown as a dash. Columns of numbers are never broken; names give way first.
 
     Args:
         headers: one for each column.
@@ -95,9 +111,9 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         show_edge=False,
     )
     for index, header in enumerate(headers):
-        numbers = [row[index] for row in rows if row[index] is not None]
-        right = bool(numbers) and all(isinstance(cell, int | float | Number) for cell in numbers)
-        grid.add_column(Text(header), justify="right" if right else "left", overflow="fold")
+        said = [row[index] for row in rows if row[index] not in (None, "")]
+        right = bool(said) and all(isinstance(cell, int | float | Number) for cell in said)
+        grid.add_column(Text(header), justify="right" if right else "left", overflow="fold", no_wrap=right)
     for row in rows:
         grid.add_row(*(_cell(cell) for cell in row))
     return grid
@@ -118,14 +134,39 @@ def facts(rows: Iterable[tuple[str, str | None]]) -> Table:
     return grid
 
 
-def _cell(value: object) -> Bar | Text:
+def _cell(value: object) -> Bar | Text | _Broken:
     if isinstance(value, Bar | Text):
         return value
+    if isinstance(value, Name):
+        return _Broken(clean(value))
     if value is None:
         return Text("-")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return Text(clean(str(value)))
     return Text(f"{value:,}" if isinstance(value, int) else f"{value:.4g}")
+
+
+class _Broken:
+    """How a `Name` is drawn: each line but the first is indented."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines, width = [""], max(options.max_width, 8)
+        for part in re.findall(r"[^./]*[./]|[^./]+$", self.name):
+            while len(lines[-1]) + len(part) > width:
+                room = width - len(lines[-1]) if len(part) > width - 2 else 0
+                lines[-1] += part[:room]
+                part = part[room:]
+                lines.append("  ")
+            lines[-1] += part
+        for line in lines:
+            yield Segment(line)
+            yield Segment.line()
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self.name), 16), len(self.name))
 
 
 class Bar:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zendelta.codec.block import Block
-from zendelta.codec.kernels.protocol import Array, Floats, Kernels
+from zendelta.codec.kernels.protocol import Array, Counts, Floats, Kernels
 from zendelta.codec.matrix import as_matrix
 from zendelta.codec.protocol import Piece, Rows, Values
 from zendelta.codec.stats import DeltaStats
@@ -54,19 +54,19 @@ class _Dense:
         block: Block,
         stored: str,
         out: Values,
-    ) -> int:
+    ) -> Counts:
         return copy_values(kernels, Values(parts["values"], stored), block.size, out)
 
 
 DENSE, NEW = _Dense("dense"), _Dense("new")
 
 
-def copy_values(kernels: Kernels, values: Values, count: int, out: Values) -> int:
-    """Copy `count` values, rounded once where the dtypes differ; returns how many were clamped."""
+def copy_values(kernels: Kernels, values: Values, count: int, out: Values) -> Counts:
+    """Copy `count` values, rounded once where the dtypes differ."""
     if values.dtype == out.dtype:
         nbytes = count * DTYPE_BYTES[out.dtype]
         out.data[:nbytes] = values.data[:nbytes]
-        return 0
+        return Counts(0, count)
     return kernels.convert(values.data, values.dtype, count, out.data, out.dtype)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from zendelta.codec.block import Block
-from zendelta.codec.kernels.protocol import Array, Kernels
+from zendelta.codec.kernels.protocol import Array, Counts, Kernels
 from zendelta.codec.stats import DeltaStats
 
 Rows = tuple[int, int]
@@ -97,8 +97,8 @@ class Codec(Protocol):
         block: Block,
         stored: str,
         out: Values,
-    ) -> int:
-        """Write the restored values of `block` to `out`; returns how many were clamped.
+    ) -> Counts:
+        """Write the restored values of `block` to `out`.
 
         `parts` holds the bytes that `needs` asked for (each followed by a spare byte); `stored` is the dtype of the
         fine-tuned tensor.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from zendelta.codec.block import Block
-from zendelta.codec.kernels.protocol import Array, Floats, Kernels
+from zendelta.codec.kernels.protocol import Array, Counts, Floats, Kernels
 from zendelta.codec.matrix import Matrix, as_matrix
 from zendelta.codec.protocol import Piece, Rows, Values
 from zendelta.codec.stats import DeltaStats
@@ -60,7 +60,7 @@ class _Sign:
         block: Block,
         stored: str,
         out: Values,
-    ) -> int:
+    ) -> Counts:
         assert base is not None
         alpha = row_alphas(parts["alpha"].view(np.float32), as_matrix(shape), parameters["scale"], block)
         return kernels.decode(base.data, base.dtype, parts["sign"], alpha, block.rows, block.cols, out.data, out.dtype)

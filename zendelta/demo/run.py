@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zendelta.checkpoint.publish import check_output, staged_folder
+from zendelta.errors import UsageError, listed
 from zendelta.pipeline.apply import apply
 from zendelta.pipeline.compress import compress
 from zendelta.pipeline.inspect import inspect
@@ -69,11 +70,14 @@ def run_demo(
         report: is handed a line now and then that says how far the demo is.
 
     Raises:
-        UsageError: `folder` exists.
+        UsageError: `folder` exists, or with `force` holds something else than a demo.
         MachineError: transformers is missing; the disk is full.
     """
     folder = Path(folder)
     check_output(folder, folder=True, force=force, known=_PARTS)
+    strange = sorted({entry.name for entry in folder.iterdir()} - _PARTS) if folder.is_dir() else []
+    if strange:
+        raise UsageError(f"{folder} holds more than an earlier demo: {listed(strange)}", "choose another -o/--output")
     with staged_folder(folder, force=force, known=_PARTS) as place:
         pair = train_pair(place, steps=steps, report=report)
         delta, restored = place / "finetuned.bd", place / "restored"

@@ -56,6 +56,7 @@ class CompressReport:
     finetuned: str
     device: str
     threads: int
+    codecs: dict[str, dict[str, int]]
     tensors: list[TensorReport]
     aliases: dict[str, str]
     dropped: list[str]
@@ -80,11 +81,7 @@ class CompressReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
-        return {
-            **self.__dict__,
-            "tensors": [tensor.to_json() for tensor in self.tensors],
-            "codecs": by_codec(self.tensors),
-        }
+        return {**self.__dict__, "tensors": [tensor.to_json() for tensor in self.tensors]}
 
 
 def compress(
@@ -402,6 +399,7 @@ class _Compression:
             finetuned=plan.ft.name,
             device=device,
             threads=self.threads,
+            codecs=by_codec(tensors),
             tensors=tensors,
             aliases=self.aliases,
             dropped=plan.dropped,

@@ -54,12 +54,16 @@ class DiffReport:
     """How a fine-tune differs from a base.
 
     Attributes:
+        change, cosine, zeros, error: as for a tensor, over all tensors that both have.
+        kinds: by kind of matrix: names without their layer's and expert's numbers.
+        dropped: base tensors that the fine-tune does not have.
         verdict: ``nothing changed``, ``tiny change``, ``ordinary`` or ``unrelated``; `advice` says what follows.
     """
 
     base: str
     finetuned: str
     tensors: list[TensorDiff]
+    kinds: list[TensorDiff]
     dropped: list[str]
     notes: list[str]
     change: float | None
@@ -69,16 +73,12 @@ class DiffReport:
     verdict: str
     advice: str
 
-    def kinds(self) -> list[TensorDiff]:
-        """Return one line for each kind of matrix: its tensors' changes taken together."""
-        groups: dict[str, list[TensorDiff]] = {}
-        for tensor in self.tensors:
-            groups.setdefault(kind_of(tensor.name), []).append(tensor)
-        return [_together(name, members) for name, members in sorted(groups.items())]
-
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
-        return {**self.__dict__, "tensors": [tensor.to_json() for tensor in self.tensors]}
+        plain = dict(self.__dict__)
+        for key in ("tensors", "kinds"):
+            plain[key] = [item.to_json() for item in plain[key]]
+        return plain
 
 
 def diff(
@@ -118,10 +118,15 @@ def diff(
     if job.not_finite:
         plan.notes.append(f"not compared, since they hold a NaN or an infinity: {listed(job.not_finite)}")
     whole = _together("model", tensors)
+    kinds: dict[str, list[TensorDiff]] = {}
+    for tensor in tensors:
+        kinds.setdefault(kind_of(tensor.name), []).append(tensor)
     change, cosine, zeros, error = whole.change, whole.cosine, whole.zeros, whole.error
     verdict, advice = _verdict(change, cosine, zeros, error)
     return DiffReport(
-        base=plan.base.name, finetuned=plan.ft.name, tensors=tensors, dropped=plan.dropped, notes=plan.notes,
+        base=plan.base.name, finetuned=plan.ft.name, tensors=tensors,
+        kinds=[_together(name, members) for name, members in sorted(kinds.items())],
+        dropped=plan.dropped, notes=plan.notes,
         change=change, cosine=cosine, zeros=zeros, error=error, verdict=verdict, advice=advice,
     )  # fmt: skip
 

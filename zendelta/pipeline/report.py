@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,6 +88,9 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", "", name[match.end() :] if match else name)
 
 
+_SHORT, _EXCEPTIONS = 40, 8
+
+
 @dataclass(frozen=True)
 class Alike:
     """Tensors of one kind that are stored in one way; `name` is the tensor's own where there is only one.
@@ -104,20 +108,26 @@ class Alike:
     stored_bytes: int
 
 
-def alike(tensors: Iterable[TensorReport], kind: Callable[[str], str]) -> list[Alike]:
-    """Take together the tensors that agree in kind, dtype, shape, codec and reason, in order of their first ones.
+def alike(tensors: Sequence[TensorReport]) -> list[Alike]:
+    """Take together the tensors of a plan that are of one kind, size and dtype and are stored in one way.
 
-    Args:
-        kind: of a tensor's name: the name without the numbers that count layers.
+    Exceptions within a kind, up to eight alike, keep a line each, and so does every tensor of a short plan. What is
+    stored in one way for one reason stands together, most bytes first.
     """
-    groups: dict[tuple[Any, ...], list[TensorReport]] = {}
+    groups: dict[tuple[str, str, tuple[int, ...], str, str], list[TensorReport]] = {}
+    largest: Counter[str] = Counter()
+    weight: Counter[tuple[str, str]] = Counter()
     for tensor in tensors:
-        key = (kind(tensor.name), tensor.dtype, tensor.shape, tensor.codec, tensor.reason)
-        groups.setdefault(key, []).append(tensor)
-    return [
-        Alike(
-            found[0].name if len(found) == 1 else key[0], len(found), *key[1:],
-            sum(tensor.raw_bytes for tensor in found), sum(tensor.stored_bytes for tensor in found),
-        )
-        for key, found in groups.items()
-    ]  # fmt: skip
+        kind = kind_of(tensor.name)
+        members = groups.setdefault((kind, tensor.dtype, tensor.shape, tensor.codec, tensor.reason), [])
+        members.append(tensor)
+        largest[kind] = max(largest[kind], len(members))
+        weight[tensor.codec, tensor.reason] += tensor.raw_bytes
+    lines = []
+    for (kind, dtype, shape, codec, reason), members in groups.items():
+        apart = len(tensors) <= _SHORT or (len(members) <= _EXCEPTIONS and len(members) < largest[kind])
+        for found in [[member] for member in members] if apart else [members]:
+            name = kind if len(found) > 1 else found[0].name
+            raw, stored = sum(tensor.raw_bytes for tensor in found), sum(tensor.stored_bytes for tensor in found)
+            lines.append(Alike(name, len(found), dtype, shape, codec, reason, raw, stored))
+    return sorted(lines, key=lambda line: (-weight[line.codec, line.reason], line.codec, line.reason))

@@ -21,7 +21,7 @@ from zendelta.codec.protocol import Values
 from zendelta.codec.sign import SignEncoder, row_alphas
 from zendelta.codec.stats import DeltaStats, relative_error, running_sums
 from zendelta.dtypes import FLOATING
-from zendelta.errors import InputError, UsageError, listed
+from zendelta.errors import InputError, UsageError, ZendeltaError, listed
 from zendelta.pipeline.report import Progress, no_progress, overall_error
 from zendelta.walk.order import default_threads
 from zendelta.walk.pair import Part, walk_pair
@@ -72,7 +72,8 @@ class ValidateReport:
     """What `validate` found.
 
     Attributes:
-        error, error_rounded, unmoved, zeros: as for a tensor, over all tensors that have a delta.
+        error, error_rounded, unmoved, zeros, signs: as for a tensor, over all tensors that have a delta.
+        alpha_ulps: the largest of all tensors.
         faults: every disagreement of the files with the header, with the tensor's name.
         passed: no fault, and the error within `max_error`.
         processes: how many processes shared the work.
@@ -87,6 +88,8 @@ class ValidateReport:
     error_rounded: float | None
     unmoved: float | None
     zeros: float | None
+    signs: float | None
+    alpha_ulps: int | None
     max_error: float | None
     tensors: list[TensorCheck]
     faults: list[str]
@@ -107,7 +110,7 @@ class ValidateReport:
             )
         if not self.passed:
             return (
-                f"the relative error is {self.error}, over the threshold of {self.max_error}",
+                f"the relative error is {self.error:.6g}, over the threshold of {self.max_error:g}",
                 "store the worst tensors exactly: zendelta compress --keep 'PATTERN=dense'",
             )
         return None
@@ -151,9 +154,14 @@ def validate(
     kernels, device = kernels_for(device)
     plan, faults = _plan(file, base_checkpoint, ft_checkpoint)
     job = _Validation(file, plan, kernels)
-    job.run(threads or default_threads(), lambda index: index % processes == rank, progress)
-    for found in gather((job.checks, job.ft_prints, job.wrong)):
-        checks, prints, wrong = found
+    failure: ZendeltaError | None = None
+    try:
+        job.run(threads or default_threads(), lambda index: index % processes == rank, progress)
+    except ZendeltaError as caught:
+        failure = caught  # told to the other processes, which would wait for this one's results
+    for checks, prints, wrong, failed in gather((job.checks, job.ft_prints, job.wrong, failure)):
+        if failed is not None:
+            raise failed
         job.checks.update(checks)
         job.ft_prints.update(prints)
         job.wrong.update(wrong)
@@ -175,6 +183,8 @@ def validate(
         error_rounded=overall_error((tensor.error_rounded, tensor.square_sum) for tensor in tensors),
         unmoved=_share(tensors, lambda tensor: tensor.unmoved),
         zeros=_share(tensors, lambda tensor: tensor.zeros),
+        signs=_share(tensors, lambda tensor: tensor.signs),
+        alpha_ulps=max((tensor.alpha_ulps for tensor in tensors if tensor.alpha_ulps is not None), default=None),
         max_error=max_error,
         tensors=tensors,
         faults=faults,

@@ -165,15 +165,15 @@ def _aligned(tensor: Tensor, base: Tensor | None, wanted: str | None, scale: str
             raise UsageError(f"--keep asks for signs of {tensor.name}, which is {tensor.dtype}", "leave it out")
         codec, reason = wanted, "asked for with --keep"
     rows = as_matrix(tensor.shape).all_rows
-    aligned = Aligned(tensor, base, (), reason)
-    if codec != "sign":
-        return Aligned(tensor, base, (Term(codec, (0, rows), {}),), reason, asked)
-    shared = aligned.shared_rows
-    terms = [Term("sign", (0, shared), {"scale": scale})] if shared else []
+    if codec == "new":
+        return Aligned(tensor, base, (Term("new", (0, rows), {}),), reason, asked)
+    shared = Aligned(tensor, base, (), reason).shared_rows
+    parameters = {"scale": scale} if codec == "sign" else {}
+    terms = [Term(codec, (0, shared), parameters)] if shared or not rows else []
     if rows > shared:
         terms.append(Term("new", (shared, rows), {}))
-        reason = f"{rows - shared} new rows"
-    elif base is not None and as_matrix(base.shape).all_rows > rows:
+        reason = f"{rows - shared} new rows" if codec == "sign" else f"{reason}; {rows - shared} new rows"
+    elif codec == "sign" and base is not None and as_matrix(base.shape).all_rows > rows:
         reason = f"{as_matrix(base.shape).all_rows - rows} rows fewer than the base"
     return Aligned(tensor, base, tuple(terms), reason, asked)
 

@@ -19,7 +19,7 @@ from zendelta.codec import CODECS
 from zendelta.codec.block import Block, cut, cut_flat
 from zendelta.codec.dense import copy_values
 from zendelta.codec.kernels import Kernels
-from zendelta.codec.kernels.protocol import Array
+from zendelta.codec.kernels.protocol import Array, Counts
 from zendelta.codec.matrix import as_matrix
 from zendelta.codec.protocol import Values
 from zendelta.dtypes import DTYPE_BYTES, FLOATING
@@ -139,7 +139,7 @@ class Restored:
 
     Attributes:
         clamped: how many entries of each tensor overflowed the wanted dtype; only where any did.
-        added: entries to which a delta was added, in a dtype no finer than the base's.
+        added: entries to which a delta was added in the base's own dtype.
         unmoved: how many of them rounding left at the base's value.
     """
 
@@ -151,8 +151,8 @@ class Restored:
 class _Done(NamedTuple):
     memory: _Scratch
     parts: dict[str, Array]
-    clamped: int
-    unmoved: int | None
+    counts: Counts
+    added: bool  # whether a delta was added in the base's own dtype
 
 
 @dataclass
@@ -197,36 +197,35 @@ def restore(
             base.read_into(name, part.base[0], memoryview(memory.base[: part.base[1] - part.base[0]]))
             values = Values(memory.base, base.tensors[name].dtype)
         parts: dict[str, Array] = {}
-        over, unmoved = 0, None
+        counts, added = Counts(0, 0), False
         if part.block.size:
             entry, block = part.entry, part.block
             out = Values(memory.out, dtype_of(entry))
             if part.term is None:
                 assert values is not None
-                over = copy_values(kernels, values, block.size, out)
+                counts = copy_values(kernels, values, block.size, out)
             else:
                 term = entry.terms[part.term]
                 parts = read_parts(file, entry, term, block)
-                over = CODECS[term.codec].decode(
+                counts = CODECS[term.codec].decode(
                     kernels, values, parts, entry.shape, term.parameters, block, entry.dtype, out
                 )
-                if values is not None and values.dtype == out.dtype:
-                    unmoved = _equal(values, out, block.size)
+                added = CODECS[term.codec].adds and values is not None and values.dtype == out.dtype
             size = DTYPE_BYTES[out.dtype]
             start = block.start(as_matrix(entry.shape).cols) * size
             data = memoryview(memory.out[: block.size * size])
             for target in (part.name, *aliases.get(part.name, ())):
                 emit(target, start, data)
-        return _Done(memory, parts, over, unmoved)
+        return _Done(memory, parts, counts, added)
 
     def fold(part: _Part, done: _Done) -> None:
-        memory, parts, over, unmoved = done
+        memory, parts, counts, added = done
         entry = part.entry
-        if over:
-            restored.clamped[part.name] = restored.clamped.get(part.name, 0) + over
-        if unmoved is not None:
+        if counts.clamped:
+            restored.clamped[part.name] = restored.clamped.get(part.name, 0) + counts.clamped
+        if added:
             restored.added += part.block.size
-            restored.unmoved += unmoved
+            restored.unmoved += counts.left
         if entry.source is not None and part.base[1] > part.base[0]:
             if part.name not in prints:
                 prints[part.name] = _begin(base, entry.source)
@@ -260,13 +259,6 @@ def restore(
     if wrong:
         raise _differs(base, file, wrong)
     return restored
-
-
-def _equal(one: Values, other: Values, count: int) -> int:
-    """Count the entries of which the bits are equal, of two blocks of one dtype."""
-    word = f"<u{DTYPE_BYTES[one.dtype]}"
-    size = count * DTYPE_BYTES[one.dtype]
-    return int(np.count_nonzero(one.data[:size].view(word) == other.data[:size].view(word)))
 
 
 def _differs(base: Checkpoint, file: BdFile, names: list[str]) -> InputError:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from zendelta.codec.kernels.llvm_text import Kernel, Value
-from zendelta.codec.kernels.protocol import ENCODE, MOMENTS, RESIDUAL, Array, Floats
+from zendelta.codec.kernels.protocol import DECODE, ENCODE, MOMENTS, RESIDUAL, Array, Counts, Floats
 
 
 class CpuKernels:
@@ -43,9 +43,11 @@ class CpuKernels:
 
     def decode(
         self, base: Array, base_dtype: str, bits: Array, alpha: Array, rows: int, cols: int, out: Array, out_dtype: str
-    ) -> int:
+    ) -> Counts:
         """See `Kernels.decode`."""
-        return int(_decode(base_dtype, out_dtype)(_at(base), _at(bits), _at(alpha), rows, cols, _at(out)))
+        sums = np.empty((rows, DECODE), np.float64)
+        _decode(base_dtype, out_dtype)(_at(base), _at(bits), _at(alpha), rows, cols, _at(out), _at(sums))
+        return Counts(*map(int, sums.sum(0)))
 
     def residual(
         self,
@@ -71,9 +73,11 @@ class CpuKernels:
         _moments(base_dtype, ft_dtype)(_at(base), _at(ft), rows, cols, _at(sums))
         return sums
 
-    def convert(self, values: Array, dtype: str, count: int, out: Array, out_dtype: str) -> int:
+    def convert(self, values: Array, dtype: str, count: int, out: Array, out_dtype: str) -> Counts:
         """See `Kernels.convert`."""
-        return int(_convert(dtype, out_dtype)(_at(values), 1, count, _at(out)))
+        sums = np.empty((1, DECODE), np.float64)
+        _convert(dtype, out_dtype)(_at(values), 1, count, _at(out), _at(sums))
+        return Counts(*map(int, sums[0]))
 
 
 def _at(array: Array) -> int:
@@ -108,19 +112,19 @@ def _encode(base: str, ft: str) -> Any:
 
 @cache
 def _decode(base: str, out: str) -> Any:
-    k = Kernel("decode", "ptr %base, ptr %bits, ptr %alpha, i64 %rows, i64 %cols, ptr %out", "i64")
+    k = Kernel("decode", "ptr %base, ptr %bits, ptr %alpha, i64 %rows, i64 %cols, ptr %out, ptr %sums")
     b = k.load("base", base)
     restored = k.restored(b, wide="F64" in (base, out))
-    k.store("out", out, k.clamped(restored, b, out, count=True))
-    return k.compile(sums=[])
+    k.count("left", k.equal(k.store("out", out, k.clamped(restored, b, out, count=True)), b))
+    return k.compile(sums=["clamped", "left"])
 
 
 @cache
 def _convert(dtype: str, out: str) -> Any:
-    k = Kernel("convert", "ptr %values, i64 %rows, i64 %cols, ptr %out", "i64")
+    k = Kernel("convert", "ptr %values, i64 %rows, i64 %cols, ptr %out, ptr %sums")
     value = k.load("values", dtype)
-    k.store("out", out, k.clamped(value, value, out, count=True))
-    return k.compile(sums=[])
+    k.count("left", k.equal(k.store("out", out, k.clamped(value, value, out, count=True)), value))
+    return k.compile(sums=["clamped", "left"])
 
 
 @cache

@@ -46,7 +46,6 @@ class Kernel:
 
     name: str
     arguments: str
-    returns: str = "void"
     row: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     spill: list[str] = field(default_factory=list)
@@ -202,15 +201,16 @@ class Kernel:
         less = self.op("sub <16 x i32>", bits, self.op(f"zext <16 x i1> {beyond} to <16 x i32>"))
         return self.op("or <16 x i32>", less, self.op(f"zext <16 x i1> {inexact} to <16 x i32>"))
 
-    def store(self, name: str, dtype: str, value: Value) -> None:
-        """Round and store the group into array `name`."""
-        words, _ = self.narrow(value, dtype)
+    def store(self, name: str, dtype: str, value: Value) -> Value:
+        """Round and store the group into array `name`; return the rounded values."""
+        words, rounded = self.narrow(value, dtype)
         pointer = self.pointer(name, dtype, read=False)
         self.body.append(f"store <16 x {_WORD[dtype]}> {words}, ptr {pointer}, align {_BYTES[dtype]}")
         self.spill += [
             f"%{name}.bytes = mul i64 %left, {_BYTES[dtype]}",
             f"call void @llvm.memcpy.p0.p0.i64(ptr %{name}.direct, ptr %{name}.tail, i64 %{name}.bytes, i1 false)",
         ]
+        return rounded
 
     def bits_pointer(self) -> None:
         self.row.append("%bits.row = mul i64 %r, %bits.stride")
@@ -252,15 +252,12 @@ class Kernel:
     def compile(self, sums: list[str]) -> Any:
         """Close the loops around the group, compile, and return a callable on addresses and integers."""
         phis = [f"%sum.{n} = phi {t} [{_zero(t)}, %row], [%sum.{n}.next, %next]" for n, t in self.sums.items()]
-        kept = self.returns == "i64"  # one count over all rows is returned instead of sums per row
-        if kept:
-            self.row = ["%total = phi i64 [0, %entry], [%total.next, %row.end]", *self.row]
-        end = ["%total.next = add i64 %total, %sum.clamped.next"] if kept else []
+        end: list[str] = []
         for index, name in enumerate(sums):
             end += _reduced(name, self.sums[name], index, len(sums))
         text = f"""
 {_DECLARATIONS}
-define {self.returns} @{self.name}({self.arguments}) {{
+define void @{self.name}({self.arguments}) {{
 entry:
   %bits.up = add i64 %cols, 7
   %bits.stride = lshr i64 %bits.up, 3
@@ -306,10 +303,10 @@ row.end:
   %rows.left = icmp slt i64 %r.next, %rows
   br i1 %rows.left, label %row, label %done
 done:
-  {"ret i64 %total.next" if kept else "ret void"}
+  ret void
 }}
 """
-        return _compiled(text, self.name, self.arguments, kept)
+        return _compiled(text, self.name, self.arguments)
 
 
 _DECLARATIONS = """
@@ -361,7 +358,7 @@ def _reduced(name: str, kind: str, index: int, width: int) -> list[str]:
 _engines: list[Any] = []  # compiled code lives as long as its engine
 
 
-def _compiled(text: str, name: str, arguments: str, returns_count: bool) -> Any:
+def _compiled(text: str, name: str, arguments: str) -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
@@ -375,5 +372,4 @@ def _compiled(text: str, name: str, arguments: str, returns_count: bool) -> Any:
     engine.finalize_object()
     _engines.append(engine)
     types = [ctypes.c_void_p if part.strip().startswith("ptr") else ctypes.c_int64 for part in arguments.split(",")]
-    result = ctypes.c_int64 if returns_count else None
-    return ctypes.CFUNCTYPE(result, *types)(engine.get_function_address(name))
+    return ctypes.CFUNCTYPE(None, *types)(engine.get_function_address(name))

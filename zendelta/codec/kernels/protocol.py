@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-ENCODE, RESIDUAL, MOMENTS = 3, 4, 3
-"""Sums per row that the three measuring kernels return."""
+ENCODE, DECODE, RESIDUAL, MOMENTS = 3, 2, 4, 3
+"""Sums per row that the kernels return."""
 
 SEGMENT = 1 << 16
 """Columns over which a kernel may add up; longer rows are handed over in such pieces, so that no sum depends on the
 block size."""
+
+
+class Counts(NamedTuple):
+    """What a kernel noticed while it wrote values: how many it clamped, and how many equal what it read."""
+
+    clamped: int
+    left: int
 
 
 class Kernels(Protocol):
@@ -43,10 +50,10 @@ class Kernels(Protocol):
 
     def decode(
         self, base: Array, base_dtype: str, bits: Array, alpha: Array, rows: int, cols: int, out: Array, out_dtype: str
-    ) -> int:
+    ) -> Counts:
         """Write base + alpha * sign, added in float32 (float64 where a side is F64) and rounded once to `out_dtype`.
 
-        What would overflow is clamped to the largest finite value; returns how many entries that were.
+        What would overflow is clamped to the largest finite value.
         """
         ...
 
@@ -72,6 +79,6 @@ class Kernels(Protocol):
         """Return float64 [rows, 3]: sums of base^2, base * fine-tuned, fine-tuned^2."""
         ...
 
-    def convert(self, values: Array, dtype: str, count: int, out: Array, out_dtype: str) -> int:
-        """Write `count` values rounded once to `out_dtype`; returns how many were clamped (see decode)."""
+    def convert(self, values: Array, dtype: str, count: int, out: Array, out_dtype: str) -> Counts:
+        """Write `count` values rounded once to `out_dtype`, clamped as in decode."""
         ...

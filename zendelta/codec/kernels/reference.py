@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zendelta.codec.kernels.protocol import Array, Floats
+from zendelta.codec.kernels.protocol import Array, Counts, Floats
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -46,13 +46,13 @@ class TorchKernels:
 
     def decode(
         self, base: Array, base_dtype: str, bits: Array, alpha: Array, rows: int, cols: int, out: Array, out_dtype: str
-    ) -> int:
+    ) -> Counts:
         """See `Kernels.decode`."""
         with self._stream():
             b = self._load(base, base_dtype, rows, cols)
             restored, clamped = self._restored(b, self._step(bits, alpha, rows, cols), out_dtype)
             self._store(restored, out)
-            return clamped
+            return Counts(clamped, int((restored.double() == b.double()).sum()))
 
     def residual(
         self,
@@ -88,14 +88,14 @@ class TorchKernels:
             f = self._load(ft, ft_dtype, rows, cols).double()
             return _numpy(torch.stack([(b * b).sum(1), (b * f).sum(1), (f * f).sum(1)], 1))
 
-    def convert(self, values: Array, dtype: str, count: int, out: Array, out_dtype: str) -> int:
+    def convert(self, values: Array, dtype: str, count: int, out: Array, out_dtype: str) -> Counts:
         """See `Kernels.convert`."""
         with self._stream():
             value = self._load(values, dtype, 1, count)
             wide = value if value.dtype == torch.float64 else value.float()
             rounded, clamped = _clamp(wide, wide, out_dtype)
             self._store(rounded, out)
-            return clamped
+            return Counts(clamped, int((rounded.double() == value.double()).sum()))
 
     def _stream(self) -> Any:
         if self.device.type != "cuda":
