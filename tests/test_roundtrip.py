@@ -104,12 +104,12 @@ def expected(ft: torch.Tensor, base: torch.Tensor | None, alpha: str, wanted: st
     pays = 2 * (stack * rows * math.ceil(cols / 8) + 4 * scales) <= ft.numel() * BYTES[dtype]
     codec = "sign" if floating and ft.dim() >= 2 and ft.numel() >= 256 and pays else "dense"
     codec = wanted or codec
-    if stack * rows > shared:
-        codec = "+".join(([codec] if shared else []) + ["new"])
+    fresh = stack * rows > shared
+    codec = "+".join(([codec] if shared or not fresh else []) + (["new"] if fresh else []))
     equal = dtype == dtype_of(base) and raw(ft) == raw(base)
     if ft.shape == base.shape and (equal or (floating and np.array_equal(doubles(ft), doubles(base)))):
         codec = "same"
-    return Expected(codec or "dense", base, delta, signs)
+    return Expected(codec, base, delta, signs)
 
 
 def restored(base: torch.Tensor, step: Doubles, dtype: str) -> Doubles:
@@ -123,7 +123,8 @@ def restored(base: torch.Tensor, step: Doubles, dtype: str) -> Doubles:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(whole).numpy().tobytes()
 
 
 def to_torch(values: Doubles, dtype: str, shape: Any) -> torch.Tensor:
@@ -325,7 +326,7 @@ def check_validation(case: Case, folder: Path, measured: dict[str, Measured], to
 
 def check_diff(case: Case, folder: Path) -> None:
     report = diff(folder / "base", folder / "ft", threads=2)
-    squares = base_squares = zeros = weights = cosines = 0.0
+    squares = base_squares = zeros = weights = cosines = angled = 0.0
     for tensor in report.tensors:
         ft = case.ft[tensor.name]
         want = expected(ft, case.source(tensor.name), "row", None)
@@ -342,12 +343,13 @@ def check_diff(case: Case, folder: Path) -> None:
         if tensor.change is not None:
             squares, base_squares, weights = squares + square, base_squares + bb, weights + want.delta.size
             zeros += (want.delta == 0).sum()
-            cosines += (cosine or 0) * want.delta.size
-    change = math.sqrt(squares / base_squares) if base_squares else None
+            if cosine is not None:
+                cosines, angled = cosines + cosine * want.delta.size, angled + want.delta.size
+    change = None if not weights or (squares and not base_squares) else math.sqrt(squares / (base_squares or 1))
     assert close(report.change, change)
     if change is None or change == 0:
         verdict = "nothing changed"
-    elif change > 1 or cosines / weights < 0.5:
+    elif change > 1 or (angled and cosines / angled < 0.5):
         verdict = "unrelated"
     else:
         verdict = "tiny change" if zeros / weights > 0.5 else "ordinary"
@@ -393,7 +395,7 @@ def cast(numbers: Doubles, dtype: str, draw: np.random.Generator) -> torch.Tenso
         whole = draw.integers(0, 2 if dtype == "BOOL" else 1 << 62, numbers.shape)
         return torch.from_numpy(np.asarray(whole)).to(TORCH[dtype])
     limit = LARGEST[dtype] if dtype == "F16" else 1e30
-    return torch.from_numpy(np.clip(numbers, -limit, limit)).to(TORCH[dtype])
+    return torch.from_numpy(np.asarray(np.clip(numbers, -limit, limit))).to(TORCH[dtype])
 
 
 def drawn_tensor(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:

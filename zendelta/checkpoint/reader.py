@@ -7,6 +7,7 @@ torch's weights-only loader, which maps them and executes nothing.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,6 +59,7 @@ class Checkpoint:
     aliases: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     _reads: dict[str, Read] = field(default_factory=dict, repr=False)
+    _places: dict[str, tuple[OpenFile, int]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, where: Where, *, quiet: bool = True) -> Checkpoint:
@@ -105,6 +107,22 @@ class Checkpoint:
             InputError: the file became shorter since it was opened, or cannot be read.
         """
         self._reads[name](offset, out)
+
+    def fetch(self, name: str, first: int, last: int, spare: Bytes, *, mapped: bool) -> Bytes:
+        """Return bytes [first, last) of tensor `name`: mapped from its file where asked for, else read into `spare`.
+
+        What is mapped is not copied, must not be written to, and lives as long as it is used. Files that cannot be
+        mapped by offset (``.bin``) are read.
+
+        Raises:
+            InputError: see `read_into`.
+        """
+        place = self._places.get(name)
+        if mapped and place is not None:
+            file, offset = place
+            return file.view(offset + first, offset + last)
+        self.read_into(name, first, memoryview(spare)[: last - first])
+        return spare[: last - first]
 
     def read(self, name: str) -> Bytes:
         """Return all bytes of tensor `name`. For small tensors: memory is not bounded."""
@@ -278,6 +296,7 @@ def _open_file(file: Path, checkpoint: Checkpoint) -> list[tuple[str, ArrayInfo,
     if file.suffix == ".safetensors":
         arrays = read_header(file).arrays
         opened = OpenFile(file)
+        checkpoint._places.update({name: (opened, info.offset) for name, info in arrays.items()})
         return [(name, info, opened.reader(info)) for name, info in arrays.items()]
     from zendelta.checkpoint.legacy import open_bin
 
@@ -300,6 +319,17 @@ class OpenFile:
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out` from byte `offset` of the file on."""
         read_fully(self.fd, offset, out, self.path)
+
+    def view(self, first: int, last: int) -> Bytes:
+        """Return bytes [first, last) of the file, mapped. Raises InputError where the file has become shorter."""
+        size = os.fstat(self.fd).st_size  # touching a page beyond the end would end the process
+        if size < last:
+            raise InputError(f"{self.path}: ends at byte {size}, it was cut since it was opened", "get it again")
+        return self._mapped[first:last]
+
+    @cached_property
+    def _mapped(self) -> Bytes:
+        return np.frombuffer(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ), np.uint8)
 
     def reader(self, info: ArrayInfo) -> Read:
         """Return a function that reads within one array."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from collections.abc import Callable
@@ -203,13 +204,24 @@ def _process(device: str) -> tuple[int, int, str, Callable[[Any], list[Any]]]:
     """Return rank, number of processes, this process's device, and a gather: accelerate's where it launched us."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return 0, 1, device, lambda found: [found]
+    import torch.distributed
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
+    if not torch.distributed.is_initialized():
+        atexit.register(_leave)
     state = PartialState(cpu=device == "cpu")
     if device in ("auto", "cuda"):
         device = str(state.device) if state.device.type == "cuda" else "cpu"
     return state.process_index, state.num_processes, device, lambda found: list(gather_object([found]))
+
+
+def _leave() -> None:
+    """Take leave of the other processes. An exit without it now and then aborts: gloo's threads are still running."""
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _plan(file: BdFile, base: Checkpoint, ft: Checkpoint) -> tuple[PairPlan, list[str]]:

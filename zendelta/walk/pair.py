@@ -100,33 +100,32 @@ def walk_pair(
     running: dict[str, fingerprint.Fingerprint] = {}
     room = buffer_bytes(kernels.block_bytes)
 
-    def compute(part: Part, memory: Scratch) -> tuple[Scratch, Any]:
-        base = ft = None
-        if part.tensor is not None and part.base[1] > part.base[0]:
-            view = memory.base[: part.base[1] - part.base[0]]
-            plan.base.read_into(part.tensor.name, part.base[0], memoryview(view))
-            base = Values(memory.base, part.tensor.dtype)
-        if part.aligned is not None and part.ft[1] > part.ft[0]:
-            view = memory.ft[: part.ft[1] - part.ft[0]]
-            plan.ft.read_into(part.aligned.ft.name, part.ft[0], memoryview(view))
-            ft = Values(memory.ft, part.aligned.ft.dtype)
-        result = work(part, base, ft) if part.term is not None and ft is not None else None
-        return memory, result
+    def fetch(checkpoint: Checkpoint, tensor: Tensor | None, span: tuple[int, int], spare: Array) -> Values | None:
+        if tensor is None or span[0] == span[1]:
+            return None
+        return Values(checkpoint.fetch(tensor.name, *span, spare, mapped=kernels.maps), tensor.dtype)
 
-    def settle(part: Part, done_: tuple[Scratch, Any]) -> None:
-        memory, result = done_
+    def compute(part: Part, memory: Scratch) -> tuple[Values | None, Values | None, Any]:
+        base = fetch(plan.base, part.tensor, part.base, memory.base)
+        ft = fetch(plan.ft, part.aligned.ft if part.aligned else None, part.ft, memory.ft)
+        result = work(part, base, ft) if part.term is not None and ft is not None else None
+        return base, ft, result
+
+    def settle(part: Part, found: tuple[Values | None, Values | None, Any]) -> None:
+        base, ft, result = found
         read = 0
-        for side, tensor, (first, last), data in (
-            ("base", part.tensor, part.base, memory.base),
-            ("ft", part.aligned.ft if part.aligned else None, part.ft, memory.ft),
+        for side, tensor, values in (
+            ("base", part.tensor, base),
+            ("ft", part.aligned.ft if part.aligned else None, ft),
         ):
             if tensor is None:
                 continue
             if side not in running:
                 running[side] = fingerprint.Fingerprint()
                 running[side].array(tensor.dtype, tensor.shape)
-            running[side].update(data[: last - first])
-            read += last - first
+            if values is not None:
+                running[side].update(values.data)
+                read += len(values.data)
         if result is not None:
             fold(part, result)
         if part.last:

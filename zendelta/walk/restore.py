@@ -149,7 +149,7 @@ class Restored:
 
 
 class _Done(NamedTuple):
-    memory: _Scratch
+    values: Values | None
     parts: dict[str, Array]
     counts: Counts
     added: bool  # whether a delta was added in the base's own dtype
@@ -194,8 +194,7 @@ def restore(
         values = None
         if part.base[1] > part.base[0] and part.entry.source is not None:
             name = base.aliases.get(part.entry.source, part.entry.source)
-            base.read_into(name, part.base[0], memoryview(memory.base[: part.base[1] - part.base[0]]))
-            values = Values(memory.base, base.tensors[name].dtype)
+            values = Values(base.fetch(name, *part.base, memory.base, mapped=kernels.maps), base.tensors[name].dtype)
         parts: dict[str, Array] = {}
         counts, added = Counts(0, 0), False
         if part.block.size:
@@ -216,20 +215,20 @@ def restore(
             data = memoryview(memory.out[: block.size * size])
             for target in (part.name, *aliases.get(part.name, ())):
                 emit(target, start, data)
-        return _Done(memory, parts, counts, added)
+        return _Done(values, parts, counts, added)
 
     def fold(part: _Part, done: _Done) -> None:
-        memory, parts, counts, added = done
+        values, parts, counts, added = done
         entry = part.entry
         if counts.clamped:
             restored.clamped[part.name] = restored.clamped.get(part.name, 0) + counts.clamped
         if added:
             restored.added += part.block.size
             restored.unmoved += counts.left
-        if entry.source is not None and part.base[1] > part.base[0]:
+        if entry.source is not None and values is not None:
             if part.name not in prints:
                 prints[part.name] = _begin(base, entry.source)
-            prints[part.name].update(memory.base[: part.base[1] - part.base[0]])
+            prints[part.name].update(values.data)
         if part.name not in payloads:
             payloads[part.name] = Payload(file, entry)
         if part.term is not None:

@@ -14,7 +14,6 @@ The meaning of each kernel is written in plain torch in `reference.py`, and test
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from typing import Any
 
@@ -28,6 +27,7 @@ class CpuKernels:
     """The kernels over numpy arrays. Stateless, and free of the GIL while they run."""
 
     block_bytes = 1 << 20  # two such blocks and their signs stay in the caches near a core
+    maps = True
 
     def buffer(self, nbytes: int) -> Array:
         """See `Kernels.buffer`."""
@@ -81,7 +81,8 @@ class CpuKernels:
 
 
 def _at(array: Array) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(array))  # several times faster than array.ctypes.data
+    address: int = array.__array_interface__["data"][0]  # half the time of array.ctypes.data
+    return address
 
 
 # --- the five kernels -------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Kernel:
         """Load the group of array `name` and widen it, exactly, to float (F64: to double)."""
         word = _WORD[dtype]
         pointer = self.pointer(name, dtype, read=True)
-        raw = self.op(f"load <16 x {word}>, ptr {pointer}, align {_BYTES[dtype]}")
+        raw = self.op(f"load <16 x {word}>, ptr {pointer}, align 1")
         return self.from_bits(raw, dtype)
 
     def from_bits(self, raw: str, dtype: str) -> Value:

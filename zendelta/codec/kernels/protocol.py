@@ -33,6 +33,8 @@ class Kernels(Protocol):
     """
 
     block_bytes: int
+    maps: bool
+    """Whether the kernels read mapped files as fast as memory: else blocks are read into `buffer` first."""
 
     def buffer(self, nbytes: int) -> Array:
         """Return uint8 memory of `nbytes` to read into, from which copies to the device are fast."""

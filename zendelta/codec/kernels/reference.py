@@ -23,6 +23,7 @@ class TorchKernels:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.block_bytes = 1 << 25 if self.device.type == "cuda" else 1 << 19
+        self.maps = False  # copies to a GPU are fast from pinned buffers only
         self._local = threading.local()
 
     def buffer(self, nbytes: int) -> Array:
