@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -266,6 +267,30 @@ def zendelta_process(*arguments: str | os.PathLike[str], cwd: Path | None = None
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def zendelta_processes(*arguments: str | os.PathLike[str], count: int = 2) -> list[Done]:
+    """Run the command line in several processes that know of each other, as `accelerate launch` does on GPUs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "zendelta", *map(os.fspath, arguments)],
+            env={**os.environ, **shared, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [Done(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
 @pytest.fixture

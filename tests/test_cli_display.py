@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
-import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Pair, Zendelta, make_pair, zendelta_process
+from conftest import ROOT, Pair, Zendelta, make_pair, read_model, zendelta_process, zendelta_processes
 
+from zendelta.bdfile import BdFile
 from zendelta.cli import report, text
 from zendelta.cli.app import VERBS
 from zendelta.pipeline.report import TensorReport, alike
@@ -47,7 +44,7 @@ def lines_of(*tensors: TensorReport) -> list[tuple[str, int]]:
 
 def test_the_examples_in_the_docstrings_are_true() -> None:
     found = doctest.testmod(text)
-    assert found.attempted > 10 and found.failed == 0
+    assert found.attempted >= 5 and found.failed == 0
 
 
 @pytest.mark.parametrize(
@@ -150,8 +147,6 @@ def test_quiet_leaves_nothing_on_stderr_where_all_is_well(pair: Pair, tmp_path: 
 
 
 def test_names_that_share_storage_are_listed_as_aliases(pair: Pair, tmp_path: Path, zendelta: Zendelta) -> None:
-    from conftest import read_model
-
     tensors = read_model(pair.finetuned)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     for file in pair.finetuned.glob("model*"):
@@ -181,7 +176,7 @@ def test_a_narrow_terminal_breaks_names_and_no_numbers(pair: Pair, delta: Path) 
     assert max(map(len, lines)) <= 60
     first = lines.index(next(line for line in lines if line.startswith("model.layers.")))
     cells = lines[first].split()
-    assert cells[0].endswith(".") and len(cells) == 5 and cells[1].startswith("0.6")
+    assert cells[0].endswith(".") and len(cells) == 6 and cells[1].startswith("0.6")
     rest = "".join(line.strip() for line in lines[first + 1 : first + 3])
     assert (cells[0] + rest).startswith("model.layers.") and rest.endswith("_proj.weight")
 
@@ -270,49 +265,33 @@ def test_the_examples_in_the_help_run_as_printed(tmp_path: Path) -> None:
 # --- Several processes ----------------------------------------------------------------------------------------------
 
 
-def launched(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a verb in two processes, as torch's launcher starts them, and accelerate's on GPUs."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launcher, "-m", "zendelta", *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [True, False])
-def test_of_several_processes_one_tells_a_damage_that_any_of_them_finds(
-    first: bool, pair: Pair, delta: Path, tmp_path: Path
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_the_first_tells_a_damage_that_any_of_them_finds(
+    rank: int, pair: Pair, delta: Path
 ) -> None:
-    from zendelta.bdfile import BdFile
-
     file = BdFile.open(delta)
-    signs = [name for name in sorted(file.content.tensors) if file.content.tensors[name].terms]
-    index = next(i for i, name in enumerate(sorted(file.content.tensors)) if name in signs and (i % 2 == 0) == first)
-    name = sorted(file.content.tensors)[index]
-    with delta.open("r+b") as stream:
-        stream.seek(file.arrays[next(file.payload_arrays(name))].offset)
-        byte = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte ^ 1]))
-    done = launched("validate", pair.base, pair.finetuned, delta, "--json", "--device", "cpu")
-    assert done.returncode != 0
-    told = json.loads(done.stdout)
-    assert told["error"]["kind"] == "input" and name in told["error"]["message"]
-    assert done.stderr.count(f"the arrays of {name} are damaged") == 1
+    names = sorted(file.content.tensors)
+    name = next(name for name in names[rank::2] if file.content.tensors[name].terms)  # of this process's share
+    at = file.arrays[next(file.payload_arrays(name))].offset
+    content = bytearray(delta.read_bytes())
+    content[at] ^= 1
+    delta.write_bytes(content)
+    first, second = zendelta_processes("validate", pair.base, pair.finetuned, delta, "--json", "--device", "cpu")
+    assert (first.code, second.code) == (3, 3)
+    assert first.json["error"]["kind"] == "input"
+    assert f"the arrays of {name} are damaged" in first.json["error"]["message"]
+    assert second.out == "" and "damaged" not in second.err
 
 
 @pytest.mark.slow
-def test_of_several_processes_one_tells_that_the_threshold_is_passed(pair: Pair, delta: Path) -> None:
-    done = launched("validate", pair.base, pair.finetuned, delta, "--json", "--device", "cpu", "--max-error", "0.1")
-    assert done.returncode != 0
-    told = json.loads(done.stdout)
-    assert told["passed"] is False and told["error"]["kind"] == "check"
-    assert done.stderr.count("over the threshold of 0.1") == 1
+def test_of_several_processes_all_exit_with_1_over_the_threshold_and_one_tells(pair: Pair, delta: Path) -> None:
+    line = ["validate", pair.base, pair.finetuned, delta, "--json", "--device", "cpu", "--max-error", "0.1"]
+    first, second = zendelta_processes(*line)
+    assert (first.code, second.code) == (1, 1)
+    assert first.json["passed"] is False and first.json["error"]["kind"] == "check"
+    assert "over the threshold of 0.1" in first.err
+    assert second.out == "" and "threshold" not in second.err
 
 
 # --- The demo -------------------------------------------------------------------------------------------------------
@@ -336,6 +315,7 @@ def test_the_demo_shows_its_table_and_commands_that_run(
 
     whole = run.run_demo
     monkeypatch.setattr(run, "run_demo", lambda folder, **more: whole(folder, steps=(4, 3), **more))
+    monkeypatch.setattr(run, "perplexity", lambda checkpoint, text: 12.3)  # takes longer than all else here
     monkeypatch.chdir(tmp_path)
     done = zendelta("demo")
     assert done.code == 0, done.err

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Pair, Zendelta, make_pair, read_model, zendelta_process
+from conftest import ROOT, Pair, Zendelta, make_pair, read_model, zendelta_process, zendelta_processes
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -188,20 +187,9 @@ def test_the_readme_s_python_runs_as_written(pair: Pair, tmp_path: Path):
 def test_two_processes_of_a_launcher_find_what_one_does(pair: Pair, delta: Path, tmp_path: Path):
     # accelerate launch hands these variables to one process for each GPU; here two processes share the CPU
     alone = zendelta_process("validate", pair.base, pair.finetuned, delta, "--json", "--device", "cpu").json
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "zendelta", "validate", pair.base, pair.finetuned, delta, "--json"]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = []
-    for rank in ("0", "1"):
-        environment = {**os.environ, **common, "PYTHONPATH": str(ROOT), "RANK": rank, "LOCAL_RANK": rank}
-        processes.append(
-            subprocess.Popen([*command, "--device", "cpu"], env=environment, stdout=subprocess.PIPE, text=True)
-        )
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0] and said[1] == ""
-    together = json.loads(said[0])
+    first, second = zendelta_processes("validate", pair.base, pair.finetuned, delta, "--json", "--device", "cpu")
+    assert (first.code, second.code) == (0, 0) and second.out == ""
+    together = first.json
     assert together.pop("processes") == 2 and alone.pop("processes") == 1
     assert together == alone
 

@@ -84,15 +84,17 @@ def test_importing_the_package_and_its_light_modules_imports_nothing_heavy() -> 
     assert done.stdout.split() == []
 
 
-def test_the_help_is_there_before_torch_alone_would_be() -> None:
+@pytest.mark.parametrize("call", ["help", "inspect"])
+def test_help_and_inspect_are_done_before_torch_alone_would_be_there(call: str, tmp_path: Path) -> None:
     def seconds(code: str, *arguments: str) -> float:
         start = time.perf_counter()
         done = python(code, *arguments)
         assert done.returncode == 0, done.stderr
         return time.perf_counter() - start
 
-    show_help = "import sys; from zendelta.__main__ import main; sys.exit(main())"
-    assert min(seconds(show_help, "--help") for _ in range(3)) < 0.7 * seconds("import torch")
+    run = "import sys; from zendelta.__main__ import main; sys.exit(main())"
+    arguments = LIGHT_CALLS[call](tmp_path)
+    assert min(seconds(run, *arguments) for _ in range(3)) < 0.7 * seconds("import torch")
 
 
 def test_the_public_names_are_written_down_three_times_alike() -> None:

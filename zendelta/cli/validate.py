@@ -83,11 +83,14 @@ def validate(
                 ("unmoved", _unmoved(report.unmoved, report.zeros)),
                 ("signs", f"{percent(report.signs)} as in the fine-tune" if report.signs is not None else None),
                 ("alphas", _ulps(report.alpha_ulps)),
-                ("faults", "; ".join([f"{len(report.faults)}", *report.faults[:20]]) if report.faults else "none"),
+                ("faults", f"{len(report.faults)}" if report.faults else "none"),
                 ("verdict", "passed" if report.passed else "failed"),
             ]
         ),
     ]
+    if report.faults:
+        more = [f"  and {len(report.faults) - 20} more"] if len(report.faults) > 20 else []
+        views.insert(1, "\n".join(["faults", *(f"  {fault}" for fault in report.faults[:20]), *more]))
     out.result(report.to_json(), *views, failure=failure)
     if (report.unmoved or 0) > (report.zeros or 0) + _NOTICEABLE:
         again = show.command("apply", base, delta, "-o", "FOLDER", "--dtype", "float32", device=device)

@@ -124,6 +124,10 @@ class SignEncoder:
 
     def finish(self) -> Iterator[Piece]:
         """Give the alphas of whole matrices."""
+        if self.rows and not self.matrix.cols:  # no block came, so no alpha did
+            alphas = np.zeros(self.rows if self.scale == "row" else len(self._matrix_sums), np.float32)
+            yield Piece("alpha", 0, memoryview(alphas).cast("B"))
+            return
         if self.scale == "row" or not self.rows:
             return
         height = self.matrix.rows if self.matrix.stack > 1 else self.rows

@@ -226,7 +226,7 @@ class _Comparison:
                 name=aligned.ft.name,
                 codec="same" if comparable and unchanged else aligned.codec,
                 change=_ratio(square, bb) if comparable else None,
-                cosine=bf / math.sqrt(bb * ff) if comparable and bb > 0 and ff > 0 else None,
+                cosine=bf / math.sqrt(bb) / math.sqrt(ff) if comparable and bb > 0 and ff > 0 else None,
                 zeros=zeros / stats.count if comparable else None,
                 error=error if comparable else None,
                 square_sum=square if comparable else 0.0,

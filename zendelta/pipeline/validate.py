@@ -420,7 +420,7 @@ class _Tensor:
         return TensorCheck(
             name=self.aligned.ft.name, codec=entry.codec,
             error=relative_error(square, square - 2 * dot + restored), error_rounded=relative_error(square, after2),
-            cosine=dot / math.sqrt(square * restored) if square > 0 and restored > 0 else None,
+            cosine=dot / math.sqrt(square) / math.sqrt(restored) if square > 0 and restored > 0 else None,
             worst=worst, signs=1 - self.flipped / max(stats.count, 1), alpha_ulps=self.ulps,
             unmoved=left / max(stats.count, 1), zeros=zeros, square_sum=square, weights=weights, faults=faults,
         )  # fmt: skip

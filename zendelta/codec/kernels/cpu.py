@@ -104,7 +104,8 @@ def _encode(base: str, ft: str) -> Any:
     k.accumulate("s2", k.op("fmul contract <16 x double>", size64, size64))  # exact, so it may fuse with the addition
     zero = k.mask(f"fcmp oeq <16 x float> {d.reg}, zeroinitializer")
     plus = k.mask(f"fcmp ogt <16 x float> {d.reg}, zeroinitializer")
-    k.count("zeros", zero)
+    exact = k.difference(f, b)  # of F64 the delta may be too small for float32: no sign then, and yet a change
+    k.count("zeros", k.mask(f"fcmp oeq <16 x {exact.kind}> {exact.reg}, zeroinitializer"))
     even = k.op("and i16", zero, "%zero.is.plus")
     signs = k.op("or i16", plus, even)
     k.store_bits(k.op("and i16", signs, "%valid"))

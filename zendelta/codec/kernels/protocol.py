@@ -43,10 +43,10 @@ class Kernels(Protocol):
     def encode(
         self, base: Array, base_dtype: str, ft: Array, ft_dtype: str, rows: int, cols: int, first_row: int, bits: Array
     ) -> Floats:
-        """Write the delta's sign bits; return float64 [rows, 3]: sum of its sizes, sum of squares, exact zeros.
+        """Write the delta's sign bits; return float64 [rows, 3]: sum of its sizes, sum of squares, unchanged entries.
 
-        An exact zero counts as +1 where (first_row + row) + column is even. A sum that is not finite tells of a
-        NaN or an infinity in the row.
+        A delta that is zero in float32 counts as +1 where (first_row + row) + column is even. A sum that is not finite
+        tells of a NaN or an infinity in the row.
         """
         ...
 

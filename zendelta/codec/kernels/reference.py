@@ -36,12 +36,13 @@ class TorchKernels:
     ) -> Floats:
         """See `Kernels.encode`."""
         with self._stream():
-            d = _delta(self._load(base, base_dtype, rows, cols), self._load(ft, ft_dtype, rows, cols))
+            exact = _difference(self._load(ft, ft_dtype, rows, cols), self._load(base, base_dtype, rows, cols))
+            d = exact.float()
             row = torch.arange(first_row, first_row + rows, device=self.device)[:, None]
             even = (row + torch.arange(cols, device=self.device)) % 2 == 0
             packed = pack((d > 0) | ((d == 0) & even))
             wide = d.double()
-            sums = torch.stack([wide.abs().sum(1), wide.square().sum(1), (d == 0).sum(1).double()], 1)
+            sums = torch.stack([wide.abs().sum(1), wide.square().sum(1), (exact == 0).sum(1).double()], 1)
             bits[: packed.numel()] = packed.reshape(-1).cpu().numpy()
             return _numpy(sums)
 
