@@ -8,6 +8,7 @@ claimed by exactly one tensor or file and has the shape that its codec demands, 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,9 @@ import numpy as np
 
 from zendelta._version import __version__
 from zendelta.checkpoint.fingerprint import Fingerprint, of_bytes
-from zendelta.checkpoint.header import MAX_HEADER_BYTES, ArrayInfo, parse_json, read_header
+from zendelta.checkpoint.header import MAX_HEADER_BYTES, ArrayInfo, is_shape, parse_json, read_header
 from zendelta.checkpoint.reader import OpenFile
-from zendelta.checkpoint.sidecar import check_side_paths
+from zendelta.checkpoint.sidecar import MAX_SIDE_BYTES, check_side_paths
 from zendelta.codec import CODECS
 from zendelta.codec.matrix import Matrix, as_matrix
 from zendelta.codec.stats import STATS
@@ -324,6 +325,8 @@ def _parse(path: Path, text: str) -> Content:
     if not isinstance(check, str) or of_bytes(text.replace(f'"check":"{check}",', "", 1).encode()) != check:
         raise _damaged(path, "the header does not fit its own hash")
     found = _typed(fields["format"], int)
+    if found < FORMAT:
+        raise _damaged(path, f"there is no format {found}")
     if found > FORMAT:
         raise InputError(
             f"{path}: format {found}; zendelta {__version__} knows format {FORMAT}", "upgrade zendelta to read it"
@@ -331,13 +334,13 @@ def _parse(path: Path, text: str) -> Content:
     return Content(
         base=_model(fields["base"]),
         finetuned=_model(fields["finetuned"]),
-        options=dict(fields["options"]),
-        tensors={name: _entry(value) for name, value in fields["tensors"].items()},
-        aliases={name: _typed(value, str) for name, value in fields["aliases"].items()},
-        dropped=[_typed(name, str) for name in fields["dropped"]],
+        options=_typed(fields["options"], dict),
+        tensors={name: _entry(value) for name, value in _typed(fields["tensors"], dict).items()},
+        aliases={name: _typed(value, str) for name, value in _typed(fields["aliases"], dict).items()},
+        dropped=[_typed(name, str) for name in _typed(fields["dropped"], list)],
         files={
-            name: {key: _typed(value[key], str) for key in ("fingerprint", "from")}
-            for name, value in fields["files"].items()
+            name: {key: _typed(_typed(value, dict)[key], str) for key in ("fingerprint", "from")}
+            for name, value in _typed(fields["files"], dict).items()
         },
         writer=_typed(fields["writer"], str),
     )
@@ -345,12 +348,25 @@ def _parse(path: Path, text: str) -> Content:
 
 def _typed(value: Any, kind: type[T]) -> T:
     if type(value) is not kind:
-        raise TypeError(f"{value!r} where {kind.__name__} is wanted")
+        raise TypeError(f"{value!r:.80} where {kind.__name__} is wanted")
     return value
 
 
-def _model(value: dict[str, Any]) -> dict[str, Any]:
-    revision = value["revision"]
+def _stats(value: Any, size: int) -> dict[str, Any]:
+    """Statistics, or none of them: {}. Counts are whole, sums are finite, nothing is negative."""
+    stats = _typed(value, dict)
+    if stats and (
+        stats.keys() != set(STATS)
+        or not all(type(number) in (int, float) and 0 <= number < math.inf for number in stats.values())
+        or not all(type(number) is float or number < 2**63 for number in stats.values())
+        or _typed(stats["zeros"], int) > size
+    ):
+        raise ValueError(f"the statistics {stats!r:.200}")
+    return stats
+
+
+def _model(value: Any) -> dict[str, Any]:
+    revision = _typed(value, dict)["revision"]
     return {
         "name": _typed(value["name"], str),
         "revision": None if revision is None else _typed(revision, str),
@@ -358,30 +374,31 @@ def _model(value: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _entry(value: dict[str, Any]) -> Entry:
-    terms = []
-    for term in value["terms"]:
-        rest = {key: item for key, item in term.items() if key not in ("codec", "rows", "parts")}
-        first, last = term["rows"]
-        parts = {role: _typed(array, str) for role, array in term["parts"].items()}
-        terms.append(Term(_typed(term["codec"], str), (first, last), parts, rest))
-    source, base, stats = value["from"], value["base"], value["stats"]
+def _entry(value: Any) -> Entry:
+    source, base = _typed(value, dict)["from"], value["base"]
     if (source is None) != (base is None):
-        raise ValueError(f"from {source!r} with the fingerprint {base!r}")
-    if stats and (stats.keys() != set(STATS) or any(type(number) not in (int, float) for number in stats.values())):
-        raise ValueError(f"stats {stats}")
-    entry = Entry(
+        raise ValueError(f"from {source!r:.80} with the fingerprint {base!r:.80}")
+    if not is_shape(value["shape"]):
+        raise ValueError(f"the shape {value['shape']!r:.80}")
+    shape = tuple(value["shape"])
+    if [_typed(size, int) for size in _typed(value["matrix"], list)] != list(as_matrix(shape)):
+        raise ValueError(f"the matrix {value['matrix']!r:.80} for the shape {list(shape)}")
+    return Entry(
         None if source is None else _typed(source, str),
         _typed(value["dtype"], str),
-        tuple(_typed(size, int) for size in value["shape"]),
+        shape,
         None if base is None else _typed(base, str),
-        tuple(terms),
+        tuple(_term(term) for term in _typed(value["terms"], list)),
         _typed(value["payload"], str),
-        _typed(stats, dict),
+        _stats(value["stats"], as_matrix(shape).size),
     )
-    if list(entry.matrix) != value["matrix"] or min(entry.shape, default=0) < 0:
-        raise ValueError(f"matrix {value['matrix']} for the shape {value['shape']}")
-    return entry
+
+
+def _term(value: Any) -> Term:
+    rest = {key: item for key, item in _typed(value, dict).items() if key not in ("codec", "rows", "parts")}
+    first, last = _typed(value["rows"], list)
+    parts = {role: _typed(array, str) for role, array in _typed(value["parts"], dict).items()}
+    return Term(_typed(value["codec"], str), (_typed(first, int), _typed(last, int)), parts, rest)
 
 
 def _check_arrays(file: BdFile) -> None:
@@ -389,11 +406,11 @@ def _check_arrays(file: BdFile) -> None:
     path, content = file.path, file.content
     unclaimed = dict(file.arrays)
 
-    def claim(owner: str, array: str, dtype: str, shape: tuple[int, ...] | None) -> None:
+    def claim(owner: str, array: str, dtype: str, shape: tuple[int, ...]) -> None:
         info = unclaimed.pop(array, None)
-        if info is None or info.dtype != dtype or (shape is not None and info.shape != shape):
+        if info is None or (info.dtype, info.shape) != (dtype, shape):
             have = "is missing or claimed twice" if info is None else f"is {info.dtype} {list(info.shape)}"
-            raise _damaged(path, f"{owner}: its array {array} {have}, {dtype} {list(shape or ())} is wanted")
+            raise _damaged(path, f"{owner}: its array {array} {have}, {dtype} {list(shape)} is wanted")
 
     for name, entry in content.tensors.items():
         if entry.dtype not in DTYPE_BYTES:
@@ -408,7 +425,7 @@ def _check_arrays(file: BdFile) -> None:
                     "upgrade zendelta to read it",
                 )
             first, last = term.rows
-            if not (type(first) is int and type(last) is int and reached == first <= last <= entry.matrix.all_rows):
+            if not reached == first <= last <= entry.matrix.all_rows:
                 raise _damaged(path, f"{name}: the rows {first} to {last} of its {term.codec} term do not fit")
             reached = last
             for role, (dtype, shape) in codec.arrays(entry.dtype, entry.shape, term.rows, term.parameters).items():
@@ -423,10 +440,13 @@ def _check_arrays(file: BdFile) -> None:
         if target not in content.tensors or alias in content.tensors:
             raise _damaged(path, f"the alias {alias} of {target} does not fit the tensors")
     for side, entry_ in content.files.items():
-        if entry_.get("from") == "file":
-            claim(side, side_array(side), "U8", None)
-        elif entry_.get("from") != "base":
-            raise _damaged(path, f"the carried file {side} comes from {entry_.get('from')!r}")
+        if entry_["from"] == "file":
+            size = file.arrays[side_array(side)].nbytes
+            if size > MAX_SIDE_BYTES:
+                raise _damaged(path, f"the carried file {side} has {size} bytes, {MAX_SIDE_BYTES} at most")
+            claim(side, side_array(side), "U8", (size,))
+        elif entry_["from"] != "base":
+            raise _damaged(path, f"the carried file {side} comes from {entry_['from']!r:.80}")
     try:
         check_side_paths(content.files)
     except InputError as error:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import stat
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,10 @@ from zendelta.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header that safetensors readers accept."""
+
+_DIMENSIONS = 64  # the most that numpy has
+_LARGEST = 2**63  # what no size, offset or count of bytes reaches
+_SURROGATE = re.compile(r"\\u[dD][89abcdefABCDEF]")
 
 LFS_POINTER = b"version https://git-lfs"
 """How a file begins that Git LFS has not fetched yet."""
@@ -50,20 +57,47 @@ class Header:
 
 
 def parse_json(text: str | bytes, where: Path, what: str) -> Any:
-    """Parse JSON that must not hold one key twice. Raises InputError naming `where`."""
+    """Parse JSON that must not hold one key twice, nor half of a character. Raises InputError naming `where`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise InputError(f"{where}: {what} has the key {twice!r} twice", "the file is damaged: get it again")
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=unique)
+        if _SURROGATE.search(text):  # allowed in pairs only; a lone one could be neither written nor printed
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: {what} is not valid JSON ({error})", "the file is damaged: get it again") from None
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a small JSON file that holds an object. Raises InputError where it is unreadable, damaged or too large."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_HEADER_BYTES:
+            raise InputError(f"{path}: {size} bytes, more than a file of its kind takes", "get the file again")
+        text = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})", "check the path and its permissions") from None
+    value = parse_json(text, path, "it")
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: it is not a JSON object", "get the file again")
+    return value
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value from JSON is a list of dimensions that some array could have."""
+    if not isinstance(value, list) or len(value) > _DIMENSIONS:
+        return False
+    if not all(type(size) is int and 0 <= size < _LARGEST for size in value):
+        return False
+    return math.prod(size or 1 for size in value) < _LARGEST
 
 
 def read_header(path: Path) -> Header:
@@ -73,6 +107,8 @@ def read_header(path: Path) -> Header:
         InputError: a Git LFS pointer, not a safetensors file, or one whose arrays and size do not agree.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for whoever writes into it
+            raise InputError(f"{path}: not a regular file", "is it the right path?")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(64)
@@ -125,7 +161,7 @@ def _array(path: Path, name: str, entry: Any, data_start: int) -> ArrayInfo:
     damaged = "the header is damaged: get the file again"
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        whole = is_shape(shape) and all(type(place) is int and 0 <= place < _LARGEST for place in (begin, end))
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole or not isinstance(dtype, str):

@@ -38,8 +38,13 @@ def open_bin(file: Path) -> tuple[list[tuple[str, ArrayInfo, Read]], dict[str, s
     """
     import torch
 
-    with file.open("rb") as opened:
-        start = opened.read(64)
+    if not file.is_file():  # opening a pipe would wait for whoever writes into it
+        raise InputError(f"{file}: not a regular file", "is it the right path?")
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(64)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})", "check the path and its permissions") from None
     if start.startswith(LFS_POINTER):
         raise InputError(
             f"{file}: a Git LFS pointer, not the weights themselves",

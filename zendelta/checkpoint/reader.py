@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from zendelta.checkpoint import sidecar
-from zendelta.checkpoint.header import LFS_POINTER, ArrayInfo, parse_json, read_header
+from zendelta.checkpoint.header import LFS_POINTER, ArrayInfo, read_header, read_json
 from zendelta.checkpoint.locate import locate
 from zendelta.errors import InputError, listed
 
@@ -136,10 +136,7 @@ class Checkpoint:
         file = self.folder / "config.json"
         if not self.path.is_dir() or not file.is_file():
             return {}
-        config = parse_json(file.read_bytes(), file, "it")
-        if not isinstance(config, dict):
-            raise InputError(f"{file}: it is not a JSON object", "get the file again")
-        return config
+        return read_json(file)
 
     @property
     def folder(self) -> Path:
@@ -210,15 +207,14 @@ def _weight_files(path: Path, warnings: list[str]) -> tuple[list[Path], dict[str
 
 
 def _indexed(index: Path, suffix: str, warnings: list[str]) -> tuple[list[Path], dict[str, str]]:
-    content = parse_json(index.read_bytes(), index, "it")
-    mapped = content.get("weight_map") if isinstance(content, dict) else None
+    mapped = read_json(index).get("weight_map")
     if not isinstance(mapped, dict) or not mapped or not all(isinstance(file, str) for file in mapped.values()):
         raise InputError(f"{index}: it has no weight_map of tensor names to files", "get the index again")
     names = sorted(set(mapped.values()))
     outside = [name for name in names if Path(name).name != name or name in (".", "..") or "\\" in name]
     if outside:
         raise InputError(f"{index}: it names files outside its folder: {listed(outside)}", "do not trust this folder")
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(index.parent / name)]
     if missing:
         raise InputError(
             f"{index.parent}: {len(missing)} of {len(names)} shards are missing: {listed(missing, 20)}",
@@ -260,7 +256,7 @@ def _check_index(path: Path, mapped: dict[str, str], owners: dict[str, Path], ch
 def _refuse_pointers(files: list[Path]) -> None:
     """Say at once which files Git LFS has not fetched."""
     pointers = []
-    for file in files:
+    for file in filter(os.path.isfile, files):
         with suppress(OSError), file.open("rb") as opened:
             if opened.read(len(LFS_POINTER)) == LFS_POINTER:
                 pointers.append(file)

@@ -32,6 +32,9 @@ class _Sign:
         self, dtype: str, shape: tuple[int, ...], rows: Rows, parameters: Mapping[str, Any]
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
         matrix, count = as_matrix(shape), rows[1] - rows[0]
+        whole = parameters["scale"] == "row" or matrix.stack == 1 or not count % matrix.rows
+        if rows[0] or not (count and matrix.cols and whole):
+            raise ValueError(f"signs of rows {rows[0]} to {rows[1]} of {list(shape)}")
         alphas = count if parameters["scale"] == "row" else _matrices(matrix, count)
         return {"sign": ("U8", (count, (matrix.cols + 7) // 8)), "alpha": ("F32", (alphas,))}
 
@@ -124,10 +127,6 @@ class SignEncoder:
 
     def finish(self) -> Iterator[Piece]:
         """Give the alphas of whole matrices."""
-        if self.rows and not self.matrix.cols:  # no block came, so no alpha did
-            alphas = np.zeros(self.rows if self.scale == "row" else len(self._matrix_sums), np.float32)
-            yield Piece("alpha", 0, memoryview(alphas).cast("B"))
-            return
         if self.scale == "row" or not self.rows:
             return
         height = self.matrix.rows if self.matrix.stack > 1 else self.rows

@@ -151,6 +151,9 @@ def validate(
     file, base_checkpoint, ft_checkpoint = BdFile.open(delta), Checkpoint.open(base), Checkpoint.open(finetuned)
     refuse_quantised(base_checkpoint, ft_checkpoint)
     refuse_unfit(base_checkpoint, file)
+    for path, entry in file.content.files.items():
+        if entry["from"] == "file":
+            file.side_file(path)  # raises where it is damaged
     rank, processes, device, gather = _process(device)
     kernels, device = kernels_for(device)
     plan, faults = _plan(file, base_checkpoint, ft_checkpoint)
@@ -447,4 +450,4 @@ def _agree(key: str, measured: float, stored: float) -> bool:
     """Whether two statistics are one; of a small error, the difference of large sums, its square is compared."""
     if math.isclose(measured, stored, rel_tol=_STATISTICS):
         return True
-    return key == "error" and abs(measured**2 - stored**2) < 1e-13
+    return key == "error" and abs(measured * measured - stored * stored) < 1e-13

@@ -163,7 +163,8 @@ def _aligned(tensor: Tensor, base: Tensor | None, wanted: str | None, scale: str
     if wanted is not None and codec != "new" and wanted != codec:
         if wanted == "sign" and not {tensor.dtype, base.dtype if base else ""} <= FLOATING:
             raise UsageError(f"--keep asks for signs of {tensor.name}, which is {tensor.dtype}", "leave it out")
-        codec, reason = wanted, "asked for with --keep"
+        if tensor.nbytes:  # what has no entries has no signs
+            codec, reason = wanted, "asked for with --keep"
     rows = as_matrix(tensor.shape).all_rows
     if codec == "new":
         return Aligned(tensor, base, (Term("new", (0, rows), {}),), reason, asked)

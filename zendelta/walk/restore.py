@@ -48,7 +48,7 @@ def refuse_unfit(base: Checkpoint, file: BdFile) -> None:
             fits = tensor.shape[1:] == entry.shape[1:] and as_matrix(tensor.shape).all_rows >= rows
             if (
                 not fits
-                or tensor.dtype not in FLOATING | {entry.dtype}
+                or not (tensor.dtype == entry.dtype or {tensor.dtype, entry.dtype} <= FLOATING)
                 or (not entry.terms and tensor.shape != entry.shape)
             ):
                 misfits.append(f"{name} {list(entry.shape)} on {tensor.dtype} {list(tensor.shape)}")
