@@ -222,13 +222,17 @@ def _places(given: Path) -> _Places:
     return _Places(given, final, *(final.with_name(f".{name}{suffix}") for suffix in (TEMPORARY, _ASIDE, _LOCK)))
 
 
-def _lock(place: _Places) -> io.FileIO | None:
+def _lock(place: _Places, *, create: bool = True) -> io.FileIO | None:
     """Take the lock of an output, an open file; None where the system has no locks."""
     if sys.platform == "win32":
         return None
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, (flags if create else flags & ~os.O_CREAT) | os.O_NOFOLLOW, 0o666)
+
     while True:
         # A file object, not a descriptor: it is closed also if Ctrl-C comes before anybody could say so.
-        file = io.FileIO(place.lock, "a", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
+        file = io.FileIO(place.lock, "a", opener=opener)
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,8 +244,7 @@ def _lock(place: _Places) -> io.FileIO | None:
                 if error.errno not in _NO_LOCKS:
                     raise
             # The run that held the lock removes the file at its end: a lock on a removed file guards nothing.
-            found = os.fstat(file.fileno())
-            if _identity(place.lock) == (found.st_dev, found.st_ino):
+            if _is_lock(place, file):
                 return file
         except BaseException:
             file.close()
@@ -252,15 +255,33 @@ def _lock(place: _Places) -> io.FileIO | None:
 @contextmanager
 def _locked(place: _Places) -> Iterator[None]:
     """Hold the lock of an output. Raises UsageError while another run holds it."""
-    with disk_errors(place.given):
-        file = _lock(place)
+    file = None
     try:
+        with disk_errors(place.given):
+            file = _lock(place)
         yield
     finally:
+        if file is None:  # a signal may have come between making the file and saying so here
+            with suppress(OSError, UsageError):
+                file = _lock(place, create=False)
         if file is not None:
-            with suppress(OSError):
-                place.lock.unlink()
-            file.close()
+            try:
+                _unlock(place, file)
+            finally:
+                _unlock(place, file)  # again, for a signal within the first attempt
+                file.close()
+
+
+def _is_lock(place: _Places, file: io.FileIO) -> bool:
+    found = os.fstat(file.fileno())
+    return _identity(place.lock) == (found.st_dev, found.st_ino)
+
+
+def _unlock(place: _Places, file: io.FileIO) -> None:
+    """Remove the lock, unless it is another run's by now."""
+    with suppress(OSError):
+        if _is_lock(place, file):
+            place.lock.unlink()
 
 
 def _remove(path: Path) -> None:
